@@ -1,0 +1,98 @@
+"""Fields every trainer shares, on top of `transformers.TrainingArguments`."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import TrainingArguments
+
+from posttrain.errors import ConfigError
+
+
+@dataclass
+class BaseConfig(TrainingArguments):
+    """Training arguments with the fields of the engine: layout, memory knobs, precision."""
+
+    logging_steps: float = 10
+    """Log every so many optimizer steps; below 1, a share of all steps. Entropy and accuracy are measured on the
+    steps that log."""
+    gradient_checkpointing: bool | None = True
+    """Recompute activations in the backward pass instead of keeping them (alias of `activation_checkpointing`)."""
+    bf16: bool | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Compute in bfloat16 over float32 master weights. Unset: on where the hardware multiplies bfloat16 natively and
+    `fp16` is off."""
+    lr_scheduler_kwargs: dict[str, Any] | str | None = None
+    """Arguments of the learning-rate schedule."""
+    use_liger_kernel: bool = False
+    """Use Liger's kernels for the model's own layers. The head stays ours."""
+    torch_empty_cache_steps: int | None = None
+    """Release cached device memory every so many steps."""
+    model_init_kwargs: dict[str, Any] | str | None = None
+    """Arguments of `from_pretrained`, used when the model is given as a name or a path."""
+    trust_remote_code: bool = False
+    """Allow code that comes with a model or a data set to run."""
+    router_aux_loss_coef: float = 0.001
+    """Weight of the balance loss of a mixture-of-experts model; 0 turns it off."""
+    dataset_num_proc: int | None = None
+    """Processes that tokenize. Unset: one."""
+    pad_to_multiple_of: int | None = None
+    """Round the length of padded rows up to a multiple. Only the padded layout pads."""
+    activation_offloading: bool = False
+    """Keep activations in host memory between forward and backward."""
+    layout: Literal["auto", "packed", "packed-unshared", "padded"] = "auto"
+    """How sequences lie in a micro-batch: side by side with common prefixes computed once, side by side without
+    sharing, or padded. `auto` takes the first that the model can do exactly, found by a probe."""
+    share_prefixes: bool | None = None
+    """Compute common prefixes once. Unset: on, unless dropout would make shared and separate continuations differ."""
+    max_tokens_per_forward: int | None = None
+    """Run a micro-batch of more tokens in pieces. A memory knob: it cannot change the result."""
+    head_chunk_tokens: int | None = None
+    """Read-outs the head projects at once. Unset: as many as fit in `head_memory_mb`."""
+    head_memory_mb: int = 256
+    """Memory the head's chunk of logits may take, in MiB."""
+
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
+
+    def __post_init__(self) -> None:
+        if not torch.accelerator.is_available():
+            self.use_cpu = True
+        if self.bf16 is None:
+            self.bf16 = not self.fp16 and has_native_bf16()
+        if self.activation_checkpointing is None:
+            self.activation_checkpointing = bool(self.gradient_checkpointing)
+        if self.activation_checkpointing_kwargs is None and self.gradient_checkpointing_kwargs is None:
+            self.activation_checkpointing_kwargs = {"use_reentrant": False}
+        # A NaN is an error here, never a value to filter out of the log; and the filter waits for the device.
+        self.logging_nan_inf_filter = False
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*gradient_checkpointing.* is deprecated")
+            super().__post_init__()
+        self._check_geometry()
+
+    def _check_geometry(self) -> None:
+        positive = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
+        optional = ("max_tokens_per_forward", "head_chunk_tokens", "pad_to_multiple_of", "dataset_num_proc")
+        for name in (*positive, *optional, "head_memory_mb"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"`{name}` is {value}; it must be at least 1.")
+        if self.n_gpu > 1:
+            # One process with several GPUs would be wrapped in nn.DataParallel by the base class.
+            self._n_gpu = 1
+            warnings.warn(
+                f"{torch.cuda.device_count()} GPUs are visible to one process; using one. To use all of them: "
+                f"accelerate launch --num_processes {torch.cuda.device_count()} …",
+                stacklevel=3,
+            )
+
+
+def has_native_bf16() -> bool:
+    """Whether the device multiplies bfloat16 in hardware (tensor cores, AMX, AVX512-BF16)."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if torch.accelerator.is_available():
+        return True
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

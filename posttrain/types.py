@@ -1,0 +1,131 @@
+"""What travels between rooms.
+
+Letters: T tokens, N read-outs, S sequences, K segments, V vocabulary, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+Layout = Literal["packed", "packed-unshared", "padded"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tokenized sequence. `weights[i]` is the loss weight of token i *as a target*; token 0 has no context, so
+    its weight is never read.
+
+    e.g. prompt [5, 6], completion [7, 2] -> Row([5, 6, 7, 2], [0.0, 0.0, 1.0, 1.0])
+    """
+
+    input_ids: list[int]
+    weights: list[float]
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Nodes of the forest, in the order they lie in the row. A parent comes before its children.
+
+    e.g. prompt of 3 tokens, answers of 2 and 4 -> start [0, 3, 5], end [3, 5, 9], parent [-1, 0, 0]
+    """
+
+    start: tuple[int, ...]  # [K] first position in the row
+    end: tuple[int, ...]  # [K] one past the last position
+    parent: tuple[int, ...]  # [K] index of the parent segment, -1 for a root
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """One micro-batch: a packed forest of tokens and the read-outs a loss wants.
+
+    T tokens, N read-outs, S sequences, K segments.   e.g. a DPO pair: prompt, chosen, rejected -> K = 3, S = 2
+
+    The segments stay on the host as integers: attention slices with them, so no layer waits for the device.
+    """
+
+    input_ids: Tensor  # [T]
+    position_ids: Tensor  # [T]   goes on from the parent segment
+    segments: Segments
+    read_from: Tensor  # [N]   position whose hidden state predicts targets[n]
+    targets: Tensor  # [N]
+    weights: Tensor  # [N]   fp32 loss weight of the token
+    sequence: Tensor  # [N]   which sequence the read-out belongs to
+    leaf: tuple[int, ...]  # [S]   segment in which the sequence ends
+    source: tuple[int, ...]  # [S]   row of the data set the sequence came from, -1 if none
+    unshared_tokens: int = 0  # what T would be had nothing been shared
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.leaf)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenBatch:
+        return _map_tensors(self, lambda t: t.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> TokenBatch:
+        return _map_tensors(self, lambda t: t.pin_memory())
+
+
+def _map_tensors(batch: TokenBatch, fn: Callable[[Tensor], Tensor]) -> TokenBatch:
+    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    return TokenBatch(**{k: fn(v) if isinstance(v, Tensor) else v for k, v in values.items()})
+
+
+class TokenObjective(Protocol):
+    """A loss that is a sum over read-outs of a function of each one's own log-probability.
+
+    Given logps [n] (fp32, with grad) and the indices [n] of those read-outs in the batch, return the loss of each [n].
+    The head differentiates it chunk by chunk, so its gradient is formed in the forward pass.
+    """
+
+    def __call__(self, logps: Tensor, index: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """What is asked of the head. Without an objective the log-probabilities carry the gradient; with one, `total` does."""
+
+    objective: TokenObjective | None = None
+    entropy: bool = False
+    top1: bool = False
+    mean_logit: bool = False
+    temperature: float = 1.0
+
+
+@dataclass
+class TokenScores:
+    """Per-token scores at the read-outs, in fp32, and the objective's sum when one was asked for."""
+
+    logps: Tensor  # [N] log-probability of targets[n]
+    total: Tensor | None = None  # [] sum of the objective
+    entropy: Tensor | None = None  # [N] nats, no grad
+    top1: Tensor | None = None  # [N] 1.0 where the target is the most likely token, no grad
+    mean_logit: Tensor | None = None  # [N] no grad
+    aux_loss: Tensor | None = None  # [] sum over sequences of the router's balance loss
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean that adds: (sum, weight). e.g. Mean(3., 4.) + Mean(0., 1.) -> value 0.6"""
+
+    total: Tensor | float
+    weight: Tensor | float
+
+    def __add__(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.weight + other.weight)
+
+
+@dataclass
+class LossOutput:
+    """What `loss_step` returns: a *sum* over units (never a mean) and metrics that add."""
+
+    total: Tensor  # []
+    metrics: dict[str, Mean] = field(default_factory=dict)
