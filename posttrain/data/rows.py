@@ -1,29 +1,314 @@
 """Rows of a data set → token ids and the weight of each token as a target."""
+
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+
+from posttrain.data.chat import chat_spans, check_messages, completion_spans, template_of
+from posttrain.data.encode import Draft, Encoder
+from posttrain.data.formats import DatasetType, detect, is_conversational, maybe_convert_to_chatml, refuse_images
+from posttrain.errors import ConfigError, DataError, EmptyDataError
+
+# Rows a stream is read ahead by: enough to tokenize together, few enough to start at once.
+STREAM_BATCH = 32
+KEPT, FILLED, MASKED = 0, 1, 2
+
 
 @dataclass(frozen=True)
 class SFTRowOptions:
     """What `prepare_sft` needs of the config."""
+
     text_field: str = "text"
     max_length: int | None = 1024
     truncation_mode: str = "keep_start"
     completion_only_loss: bool | None = None
     assistant_only_loss: bool = False
     keep_long: bool = False  # leave rows longer than max_length to packing (bfd_split, wrapped)
+    formatting_func: Callable[[dict[str, Any]], Any] | None = None  # row -> text or messages
+
 
 @dataclass
 class PreparationReport:
-    """What happened to the rows. Nothing is dropped or cut that is not counted here."""
+    """What happened to the rows. Nothing is dropped or cut that is not counted here. Filled as rows flow when the data
+    is streamed."""
+
+    name: str = "train"
     rows_in: int = 0
     rows_kept: int = 0
     rows_without_targets: int = 0
+    rows_filled: int = 0  # of those without targets, the ones whose targets `max_length` cut away
     rows_cut: int = 0
     tokens_cut: int = 0
     tokens: int = 0
     targets: int = 0
 
-def prepare_sft(dataset: Any, tokenizer: Any, options: SFTRowOptions, num_proc: int | None = None, name: str = "train") -> tuple[Any, PreparationReport]:
-    """Return a data set with the columns `input_ids` (list[int]) and `weights` (list[float]), and the report."""
-    ...
+    def summary(self) -> str:
+        """One line. e.g. "train: 7 of 10 rows, 120 tokens, 60 targets; 3 rows without targets dropped" """
+        parts = [f"{self.name}: {self.rows_kept} of {self.rows_in} rows, {self.tokens} tokens, {self.targets} targets"]
+        if self.rows_without_targets:
+            parts.append(f"{_count(self.rows_without_targets, 'row')} without targets dropped")
+        if self.rows_cut:
+            parts.append(f"{_count(self.tokens_cut, 'token')} cut from {_count(self.rows_cut, 'row')}")
+        return "; ".join(parts)
+
+    def add(self, states: Any, cut: Any, tokens: Any, targets: Any) -> None:
+        """Count rows: their state, and for each the tokens cut, kept and trained."""
+        state = np.asarray(states)
+        kept = state == KEPT
+        lost = np.asarray(cut)[kept] if len(state) else np.zeros(0, int)
+        self.rows_in += len(state)
+        self.rows_kept += int(kept.sum())
+        self.rows_without_targets += int((~kept).sum())
+        self.rows_filled += int((state == FILLED).sum())
+        self.rows_cut += int((lost > 0).sum())
+        self.tokens_cut += int(lost.sum())
+        self.tokens += int(np.asarray(tokens)[kept].sum()) if len(state) else 0
+        self.targets += int(np.asarray(targets)[kept].sum()) if len(state) else 0
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def prepare_sft(
+    dataset: Any, tokenizer: Any, options: SFTRowOptions, num_proc: int | None = None, name: str = "train"
+) -> tuple[Any, PreparationReport]:
+    """Return a data set with the columns `input_ids` (int32), `weights` (float32) and `source` (the row it came from),
+    and the report.
+
+    Rows are text, chats, prompt-completion pairs or token ids; see `posttrain.data.formats`. A list of mappings is
+    taken as a data set. A stream stays one: its report fills as rows flow.
+
+    e.g. {"prompt": "2+2=", "completion": "4"} -> the ids of "2+2=4<eos>" with weights 0, 0, 0, 0, 1, 1
+    Raises `DataError` naming row, column and fix, `ConfigError` for an option that does not fit the rows, and
+    `EmptyDataError` when no row is left to train.
+    """
+    from datasets import Dataset, IterableDataset
+
+    if isinstance(dataset, list):
+        dataset = Dataset.from_list(dataset)
+    streaming = isinstance(dataset, IterableDataset)
+    first = next(iter(dataset), None)
+    if first is None:
+        raise EmptyDataError(f"The {name} set has no rows; check the file, the split and any filter.")
+    columns = list(dict.fromkeys([*(dataset.column_names or ()), *first]))
+    kind = _kind(dict(first), columns, options, name)
+    _check_options(kind, dict(first), options)
+    report = PreparationReport(name)
+    prepare = _Preparer(tokenizer, options, kind, name, report if streaming else None)
+    arguments: dict[str, Any] = {
+        "batched": True,
+        "with_indices": True,
+        "remove_columns": columns,
+        "features": _features(counted=not streaming),
+    }
+    if streaming:
+        return dataset.map(prepare, batch_size=STREAM_BATCH, **arguments), report
+    prepared = dataset.map(prepare, num_proc=num_proc, desc=f"Preparing the {name} set", **arguments)
+    states, cut, tokens, targets = (np.asarray(prepared.data.column(c)) for c in ("state", "cut", "tokens", "targets"))
+    report.add(states, cut, tokens, targets)
+    if not report.rows_kept:
+        raise EmptyDataError(_why_empty(report, options))
+    if report.rows_without_targets:
+        # Flattened: rows behind an indices table are read one by one, which is slow in every epoch.
+        prepared = prepared.select(np.flatnonzero(states == KEPT)).flatten_indices()
+    return prepared.select_columns(["input_ids", "weights", "source"]), report
+
+
+def _features(counted: bool) -> Any:
+    from datasets import Features, List, Value
+
+    features = {"input_ids": List(Value("int32")), "weights": List(Value("float32")), "source": Value("int64")}
+    if counted:
+        features |= {name: Value("int32") for name in ("state", "cut", "tokens", "targets")}
+    return Features(features)
+
+
+def _kind(first: dict[str, Any], columns: list[str], options: SFTRowOptions, name: str) -> DatasetType:
+    try:
+        if options.formatting_func is None:
+            return detect(columns, first, options.text_field)
+        return "text" if isinstance(_formatted(options.formatting_func, first), str) else "messages"
+    except DataError as error:
+        raise DataError(f"Row 0 of the {name} set: {error}") from error
+
+
+def _formatted(formatting_func: Callable[[dict[str, Any]], Any], row: dict[str, Any]) -> Any:
+    value = formatting_func(row)
+    if not isinstance(value, str) and not (isinstance(value, list) and value and isinstance(value[0], Mapping)):
+        raise DataError(f"`formatting_func` returned a {type(value).__name__}; return text or a list of messages.")
+    return value
+
+
+def _check_options(kind: DatasetType, first: dict[str, Any], options: SFTRowOptions) -> None:
+    chat = kind == "messages" or (kind == "prompt_completion" and is_conversational(maybe_convert_to_chatml(first)))
+    if options.assistant_only_loss and not chat and not (kind == "tokenized" and "assistant_masks" in first):
+        raise ConfigError(
+            f"`assistant_only_loss` is on and the rows are {kind} without messages; turn it off, or give chats "
+            "(or the column 'assistant_masks' beside 'input_ids')."
+        )
+    pairs = kind == "prompt_completion" or (kind == "tokenized" and {"completion_mask", "labels"} & set(first))
+    if options.completion_only_loss and not pairs:
+        raise ConfigError(
+            f"`completion_only_loss` is on and the rows are {kind} without 'prompt' and 'completion'; turn it off"
+            f"{', or use `assistant_only_loss`' if chat else ''}."
+        )
+
+
+def _why_empty(report: PreparationReport, options: SFTRowOptions) -> str:
+    filled, masked = report.rows_filled, report.rows_without_targets - report.rows_filled
+    reasons = []
+    if filled:
+        reasons.append(f"in {filled} the prompt fills `max_length`={options.max_length}; raise it")
+    if masked:
+        reasons.append(f"in {masked} every token is masked or the row is shorter than two tokens; check the rows")
+    return f"The {report.name} set: all {report.rows_in} rows have nothing to train: {', '.join(reasons)}."
+
+
+class _Preparer:
+    """A batch of rows → a batch of token ids. Final; a class so that it can be sent to other processes."""
+
+    def __init__(
+        self, tokenizer: Any, options: SFTRowOptions, kind: DatasetType, name: str, report: PreparationReport | None
+    ) -> None:
+        self.encoder = Encoder(tokenizer)
+        self.options = options
+        self.kind = kind
+        self.name = name
+        self.report = report
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
+        rows = [{column: values[at] for column, values in batch.items()} for at in range(len(indices))]
+        if self.kind == "tokenized":
+            pairs = [self._at(index, _tokenized, row, self.options) for index, row in zip(indices, rows, strict=True)]
+        else:
+            pairs = self.encoder.encode(
+                [self._at(index, self._draft, row) for index, row in zip(indices, rows, strict=True)]
+            )
+        finished = [_finish(ids, weights, self.options) for ids, weights in pairs]
+        states = [state for _, _, state, _ in finished]
+        cut = [lost for *_, lost in finished]
+        tokens = [len(ids) for ids, *_ in finished]
+        targets = [sum(1 for w in weights if w) for _, weights, *_ in finished]
+        out = {
+            "input_ids": [ids for ids, *_ in finished],
+            "weights": [weights for _, weights, *_ in finished],
+            "source": list(indices),
+        }
+        if self.report is None:
+            return {**out, "state": states, "cut": cut, "tokens": tokens, "targets": targets}
+        self.report.add(states, cut, tokens, targets)
+        return {name: [v for v, s in zip(values, states, strict=True) if s == KEPT] for name, values in out.items()}
+
+    def _at(self, index: int, fn: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return fn(*arguments)
+        except DataError as error:
+            raise DataError(f"Row {index} of the {self.name} set: {error}") from error
+
+    def _draft(self, row: dict[str, Any]) -> Draft:
+        if self.options.formatting_func is not None:
+            value = _formatted(self.options.formatting_func, row)
+            column = self.options.text_field if self.kind == "text" else "messages"
+            row = {**{k: row[k] for k in ("tools", "chat_template_kwargs") if k in row}, column: value}
+        row = maybe_convert_to_chatml(row)
+        refuse_images({k: v for k, v in row.items() if k in ("messages", "prompt", "completion")})
+        if self.kind == "text":
+            text = _text(row, self.options.text_field)
+            return Draft(text, [(0, len(text))], plain=True)
+        if self.kind == "messages":
+            return self._chat(row)
+        if is_conversational(row):
+            return self._chat_pair(row)
+        prompt, completion = _text(row, "prompt"), _text(row, "completion")
+        start = 0 if self.options.completion_only_loss is False else len(prompt)
+        whole = prompt + completion
+        return Draft(whole, [(start, len(whole))], (len(prompt),) if prompt else (), plain=True)
+
+    def _chat(self, row: dict[str, Any]) -> Draft:
+        template = template_of(self.encoder.tokenizer, row)
+        messages = check_messages(row.get("messages"), "messages")
+        if not self.options.assistant_only_loss:
+            text = template.render(messages)
+            return Draft(text, [(0, len(text))])
+        text, spans = chat_spans(template, messages)
+        return Draft(text, spans, tuple(start for start, _ in spans if start))
+
+    def _chat_pair(self, row: dict[str, Any]) -> Draft:
+        template = template_of(self.encoder.tokenizer, row)
+        prompt, completion = (check_messages(row.get(name), name) for name in ("prompt", "completion"))
+        text, (border, end) = completion_spans(template, prompt, completion)
+        spans = [(border, end)] if self.options.completion_only_loss is not False else [(0, len(text))]
+        if self.options.assistant_only_loss:
+            _, turns = chat_spans(template, [*prompt, *completion])
+            low = spans[0][0]
+            spans = [(max(start, low), stop) for start, stop in turns if stop > low]
+        return Draft(text, spans, (border,) if border else ())
+
+
+def _text(row: Mapping[str, Any], column: str) -> str:
+    value = row.get(column)
+    if not isinstance(value, str):
+        raise DataError(f"column {column!r} holds {_shown(value)}; write text in every row, or remove the row.")
+    return value
+
+
+def _shown(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _tokenized(row: dict[str, Any], options: SFTRowOptions) -> tuple[list[int], list[float]]:
+    ids = row.get("input_ids")
+    if not isinstance(ids, (list, np.ndarray)):
+        raise DataError(f"column 'input_ids' holds {_shown(ids)}; write a list of token ids.")
+    ids = [int(token) for token in ids]
+    weights = [1.0] * len(ids)
+    labels = _aligned(row, "labels", len(ids))
+    if labels is not None:
+        other = next((i for i, (t, l) in enumerate(zip(ids, labels, strict=True)) if l not in (-100, t)), None)
+        if other is not None:
+            raise DataError(
+                f"column 'labels' is {labels[other]} at token {other} and 'input_ids' is {ids[other]}; a label is the "
+                "token itself, or -100 to leave it out (do not shift them)."
+            )
+        weights = [0.0 if label == -100 else 1.0 for label in labels]
+    masks = [("completion_mask", options.completion_only_loss is not False)]
+    masks.append(("assistant_masks", options.assistant_only_loss))
+    for column, wanted in masks:
+        mask = _aligned(row, column, len(ids)) if wanted else None
+        if mask is not None:
+            weights = [weight if on else 0.0 for weight, on in zip(weights, mask, strict=True)]
+    real = _aligned(row, "attention_mask", len(ids))
+    if real is not None and not all(real):
+        # Padding never reaches the model, so it is taken out here.
+        ids = [token for token, on in zip(ids, real, strict=True) if on]
+        weights = [weight for weight, on in zip(weights, real, strict=True) if on]
+    return ids, weights
+
+
+def _aligned(row: Mapping[str, Any], column: str, length: int) -> list[int] | None:
+    values = row.get(column)
+    if values is None:
+        return None
+    if len(values) != length:
+        raise DataError(f"column {column!r} has {len(values)} values and 'input_ids' {length}; write one a token.")
+    return [int(value) for value in values]
+
+
+def _finish(ids: list[int], weights: list[float], options: SFTRowOptions) -> tuple[list[int], list[float], int, int]:
+    """Cut a row to the limit and say what became of it: (ids, weights, state, tokens cut)."""
+    had_targets = any(weights[1:])
+    limit = None if options.keep_long else options.max_length
+    lost = 0 if limit is None else max(0, len(ids) - limit)
+    if lost:
+        keep = slice(lost, None) if options.truncation_mode == "keep_end" else slice(0, limit)
+        ids, weights = ids[keep], weights[keep]
+    # The first token has nothing before it to be predicted from.
+    weights = [0.0, *weights[1:]] if weights else []
+    if any(weights):
+        return ids, weights, KEPT, lost
+    return [], [], FILLED if had_targets else MASKED, lost

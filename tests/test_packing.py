@@ -1,0 +1,106 @@
+"""Bins: nothing over capacity, no token lost or doubled."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from datasets import Dataset, DatasetDict, IterableDataset
+from hypothesis import given
+from hypothesis import strategies as st
+
+from posttrain.data.packing import Piece, pack_dataset, plan_bins
+from posttrain.errors import ConfigError, DataError
+
+ROWS = st.lists(st.integers(0, 30), max_size=60)
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
+@given(lengths=ROWS, capacity=st.integers(1, 40))
+def test_c04_no_bin_over_capacity_and_every_token_once(strategy, lengths, capacity):
+    if strategy == "bfd":
+        lengths = [min(length, capacity) for length in lengths]
+    bins = plan_bins(lengths, capacity, strategy)
+    fills = [sum(p.end - p.start for p in pieces) for pieces in bins]
+    assert all(0 < fill <= capacity for fill in fills)
+    tokens = sorted((p.row, t) for pieces in bins for p in pieces for t in range(p.start, p.end))
+    assert tokens == [(row, t) for row, length in enumerate(lengths) for t in range(length)]
+    assert bins == plan_bins(lengths, capacity, strategy)
+    if strategy == "wrapped":
+        assert all(fill == capacity for fill in fills[:-1])
+    else:  # no two bins could be one
+        assert all(a + b > capacity for i, a in enumerate(fills) for b in fills[:i])
+
+
+@pytest.mark.parametrize("capacity", [8, 9])
+def test_c04_six_rows_of_four(capacity):
+    assert len(plan_bins([4] * 6, capacity)) == 3
+
+
+def test_best_fit_takes_the_fullest_bin():
+    # 7 and 5 open bins with 3 and 5 free; 3 goes where it fits exactly.
+    assert plan_bins([5, 3, 7], 10) == [[Piece(2, 0, 7), Piece(1, 0, 3)], [Piece(0, 0, 5)]]
+
+
+def test_long_rows():
+    with pytest.raises(DataError, match="Row 1 has 6 tokens and a bin holds 5"):
+        plan_bins([2, 6], 5)
+    assert plan_bins([12], 5, "bfd_split") == [[Piece(0, 0, 5)], [Piece(0, 5, 10)], [Piece(0, 10, 12)]]
+    assert plan_bins([3, 4], 5, "wrapped") == [[Piece(0, 0, 3), Piece(1, 0, 2)], [Piece(1, 2, 4)]]
+
+
+def test_unknown_strategy_and_capacity():
+    with pytest.raises(ConfigError, match="bfd_split"):
+        plan_bins([1], 5, "bfd_spilt")
+    with pytest.raises(ConfigError, match="max_length"):
+        plan_bins([1], 0)
+    assert plan_bins([], 5) == []
+
+
+def test_a_large_set_is_planned_quickly():
+    lengths = np.random.default_rng(0).integers(1, 4096, 100_000).tolist()
+    start = time.perf_counter()
+    bins = plan_bins(lengths, 4096)
+    assert time.perf_counter() - start < 5
+    assert sum(lengths) / (len(bins) * 4096) > 0.99
+
+
+def rows(lengths):
+    ids = [list(range(10 * i, 10 * i + n)) for i, n in enumerate(lengths)]
+    return {
+        "input_ids": ids,
+        "labels": [[t + 100 for t in row] for row in ids],
+        "id": [str(i) for i in range(len(ids))],
+    }
+
+
+def test_c05_overflow_is_accounted_for(caplog):
+    packed = pack_dataset(Dataset.from_dict(rows([6, 2, 3, 2])), 5)
+    assert sum(len(ids) for ids in packed["input_ids"]) == 12
+    assert len(packed) == 3
+    assert "dropped 1 tokens from 1 rows" in caplog.text
+
+
+def test_pack_dataset_keeps_columns_aligned():
+    packed = pack_dataset(Dataset.from_dict(rows([4, 3, 2, 1])), 5)
+    assert set(packed.column_names) == {"input_ids", "labels", "seq_lengths"}
+    for row in packed:
+        assert row["labels"] == [t + 100 for t in row["input_ids"]]
+        assert sum(row["seq_lengths"]) == len(row["input_ids"]) <= 5
+    assert sorted(map(tuple, packed["seq_lengths"])) == [(3, 2), (4, 1)]
+
+
+def test_pack_dataset_of_a_stream_and_of_splits():
+    data = rows([4, 3, 2, 1])
+    stream = IterableDataset.from_generator(lambda: ({k: v[i] for k, v in data.items()} for i in range(4)))
+    assert [row["seq_lengths"] for row in pack_dataset(stream, 5)] == [[4, 1], [3, 2]]
+    splits = pack_dataset(DatasetDict({"train": Dataset.from_dict(data)}), 5, "wrapped")
+    assert [len(ids) for ids in splits["train"]["input_ids"]] == [5, 5]
+
+
+def test_pack_dataset_names_what_does_not_fit():
+    with pytest.raises(DataError, match="'input_ids'"):
+        pack_dataset(Dataset.from_dict({"text": ["a"]}), 5)
+    with pytest.raises(DataError, match="Row 0: column 'labels' has 1 values and 'input_ids' 2"):
+        pack_dataset(Dataset.from_dict({"input_ids": [[1, 2]], "labels": [[1]]}), 5)
