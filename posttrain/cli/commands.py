@@ -1,0 +1,25 @@
+"""The commands that train: adding one is adding a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a command reads and what it runs. Places are `module:name`, so that --help imports none of them."""
+
+    about: str
+    configs: tuple[str, ...]  # dataclasses whose fields are the flags, in the order help shows them
+    run: str  # function that takes {class name: {field: value}}
+
+
+_COMMON = (
+    "posttrain.model.config:ModelConfig",
+    "posttrain.data.config:ScriptArguments",
+    "posttrain.data.config:DatasetMixtureConfig",
+)
+
+COMMANDS = {
+    "sft": Command("Supervised fine-tuning.", (*_COMMON, "posttrain.trainer.sft:SFTConfig"), "posttrain.cli.run:sft"),
+}

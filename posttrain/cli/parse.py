@@ -1,0 +1,284 @@
+"""A command line and a YAML file as the fields of some dataclasses. Defaults < file < command line."""
+
+from __future__ import annotations
+
+import os
+import sys
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from posttrain.cli.coerce import coerce, parse_yaml
+from posttrain.cli.help import command_help
+from posttrain.cli.schema import Option, Options, describe, nested_class
+from posttrain.errors import ConfigError, MissingExtraError, PosttrainError, suggest
+
+RESERVED = ("config", "env", "help")
+# Two names of one setting: one on the command line replaces the other in the file.
+_ALIASES = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
+_ALIASES |= {new: old for old, new in _ALIASES.items()}
+
+Values = dict[str, dict[str, Any]]  # class name → the fields that were given
+
+
+# The command line
+
+
+@dataclass
+class CommandLine:
+    """What the tokens say.   e.g. --max-length 64 --config a.yaml -> values {"max_length": 64}, config "a.yaml" """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    config: str | None = None
+    wants_help: bool = False
+    unknown: list[str] = field(default_factory=list)  # flags nobody knows and what follows each
+
+
+def index(options: Options) -> dict[str, Option]:
+    """Every option by name."""
+    known: dict[str, Option] = {}
+    for cls, items in options.items():
+        for item in items:
+            if item.name in known or item.name in RESERVED:
+                raise ConfigError(f"`{cls}.{item.name}` cannot be a flag: the name is taken.")
+            known[item.name] = item
+    return known
+
+
+def read_command_line(args: Sequence[str], known: Mapping[str, Option]) -> CommandLine:
+    """Read the tokens, each value coerced to its option's type."""
+    line = CommandLine()
+    at = 0
+    while at < len(args):
+        token = args[at]
+        end = next((i for i in range(at + 1, len(args)) if args[i].startswith("--") or args[i] == "-h"), len(args))
+        given, at = list(args[at + 1 : end]), end
+        if token in ("-h", "--help"):
+            line.wants_help = True
+        elif not token.startswith("--") or token == "--":
+            line.unknown += [token, *given]
+        else:
+            flag, equals, inline = token.partition("=")
+            _read_flag(line, flag, [inline] if equals else given, known)
+            if equals and given:
+                raise ConfigError(f"{given[0]!r} follows {token}, which already has its value.")
+    return line
+
+
+def _read_flag(line: CommandLine, flag: str, given: list[str], known: Mapping[str, Option]) -> None:
+    name = flag[2:].replace("-", "_")
+    positive = name.removeprefix("no_")
+    if name == "config":
+        if line.config is not None:
+            raise ConfigError(f"--config is given twice: {line.config!r} and {' '.join(given)!r}.")
+        line.config = _one(flag, given, "the path of a YAML file")
+    elif name in known:
+        line.values[name] = _value(known[name], flag, given, line.values.get(name))
+    elif positive != name and positive in known and "bool" in known[positive].kinds:
+        if given:
+            raise ConfigError(f"{flag} takes no value, and {given[0]!r} follows it.")
+        line.values[positive] = False
+    else:
+        line.unknown += [flag, *given]
+
+
+def _value(option: Option, flag: str, given: list[str], before: Any) -> Any:
+    is_list = any(kind.startswith("list[") for kind in option.kinds)
+    if not given and "bool" in option.kinds:
+        return True
+    if not given and option.const is not None:
+        return option.const
+    if not is_list or len(given) == 1:
+        value = coerce(option, _one(flag, given, "a value"), f"`{flag}`")
+    else:
+        if not given:
+            raise ConfigError(f"{flag} needs one or more values.")
+        value = coerce(option, given, f"`{flag}`")
+    if is_list and before is not None:
+        return [*_as_list(before), *_as_list(value)]
+    return value
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _one(flag: str, given: list[str], what: str) -> str:
+    if not given:
+        raise ConfigError(f"{flag} needs {what}.")
+    if len(given) > 1:
+        raise ConfigError(f"{given[1]!r} follows {flag} {given[0]}, and that flag takes one value.")
+    return given[0]
+
+
+def refuse_unknown(tokens: Sequence[str], known: Iterable[str]) -> None:
+    """Raise for the first token nobody knows."""
+    if not tokens:
+        return
+    flag = tokens[0]
+    if not flag.startswith("--"):
+        raise ConfigError(f"command line: unexpected argument {flag!r}; flags start with --.")
+    flags = [f"--{name}" for name in (*known, "config", "help")]
+    name = flag.replace("-", "_").replace("__", "--", 1)
+    hint = suggest(name, flags) or suggest(name.replace("--no_", "--", 1), flags)
+    raise ConfigError(f"command line: unknown flag {flag}.{hint}")
+
+
+# The file
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """Read a YAML mapping, and put its `env:` in the environment, before anything heavy is imported."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: the file cannot be read ({error}).") from error
+    values = parse_yaml(text, str(path))
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ConfigError(f"{path}: expected a mapping from field names to values, such as `max_length: 1024`.")
+    environment = values.pop("env", None) or {}
+    if not isinstance(environment, dict):
+        raise ConfigError(f"{path}: `env` is {environment!r}; expected a mapping from variables to values.")
+    for name, value in environment.items():
+        if value is None or isinstance(value, (dict, list)):
+            raise ConfigError(f"{path}: `env.{name}` is {value!r}; expected text or a number.")
+        os.environ[str(name)] = str(value).lower() if isinstance(value, bool) else str(value)
+    return values
+
+
+def coerce_mapping(values: Mapping[str, Any], known: Mapping[str, Option], source: str) -> dict[str, Any]:
+    """Coerce the values of a file or a dict; an unknown key is an error."""
+    named = {name.replace("-", "_"): value for name, value in values.items()}
+    for name in named:
+        if name not in known:
+            raise ConfigError(f"{source}: unknown key {name!r}.{suggest(name, known)}")
+    return {name: coerce(known[name], value, f"{source}: `{name}`") for name, value in named.items()}
+
+
+# Both
+
+
+def merge(from_file: Mapping[str, Any], from_line: Mapping[str, Any]) -> dict[str, Any]:
+    """The command line wins, also where it says what the default is."""
+    replaced = {_ALIASES.get(name) for name in from_line} - set(from_line)
+    return {**{name: value for name, value in from_file.items() if name not in replaced}, **from_line}
+
+
+def split(values: Mapping[str, Any], options: Options) -> Values:
+    """Give each class its fields; a required one that nobody gave is an error."""
+    for item in (item for items in options.values() for item in items):
+        if item.required and item.name not in values:
+            raise ConfigError(f"`{item.name}` is required: give --{item.name}, or `{item.name}:` in the --config file.")
+    return {
+        cls: {item.name: values[item.name] for item in items if item.name in values} for cls, items in options.items()
+    }
+
+
+def parse(args: Sequence[str], options: Options) -> Values:
+    """What a command line says, the file it names included."""
+    known = index(options)
+    line = read_command_line(args, known)
+    refuse_unknown(line.unknown, known)
+    from_file = coerce_mapping(read_file(line.config), known, line.config) if line.config is not None else {}
+    return split(merge(from_file, line.values), options)
+
+
+def construct(cls: type, values: Mapping[str, Any]) -> Any:
+    """Make the dataclass, nested ones included. What it refuses is a ConfigError."""
+    hints = typing.get_type_hints(cls)
+    ready = {name: _nested_instances(nested_class(hints[name]), value) for name, value in values.items()}
+    try:
+        return cls(**ready)
+    except PosttrainError:
+        raise
+    except ImportError as error:
+        raise MissingExtraError(f"{cls.__name__}: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{cls.__name__}: {error}") from error
+
+
+def _nested_instances(inner: Any, value: Any) -> Any:
+    if inner is None:
+        return value
+    if isinstance(value, list):
+        return [_nested_instances(inner, item) for item in value]
+    return construct(inner, value) if isinstance(value, dict) else value
+
+
+class TrlParser:
+    """Turns a command line, a YAML file or a dict into instances of dataclasses, for scripts written for TRL.
+
+    e.g. script_args, training_args = TrlParser((ScriptArguments, SFTConfig)).parse_args_and_config()
+    """
+
+    def __init__(self, dataclass_types: type | Iterable[type], description: str = "") -> None:
+        self.dataclass_types = [dataclass_types] if isinstance(dataclass_types, type) else list(dataclass_types)
+        self.description = description
+        self.options: Options = {cls.__name__: describe(cls) for cls in self.dataclass_types}
+        self._known = index(self.options)
+
+    def parse_args_and_config(
+        self,
+        args: Sequence[str] | None = None,
+        return_remaining_strings: bool = False,
+        fail_with_unknown_args: bool = True,
+        separate_remaining_strings: bool = False,
+    ) -> tuple[Any, ...]:
+        """Parse the command line and the file it names in `--config`.
+
+        With `return_remaining_strings` what nobody knows is returned last: one list, or with
+        `separate_remaining_strings` two, of the command line and of the file. With `fail_with_unknown_args=False` an
+        unknown key of the file is passed over.
+        """
+        line = self._read(args)
+        from_file = read_file(line.config) if line.config is not None else {}
+        extra = {name: value for name, value in from_file.items() if name.replace("-", "_") not in self._known}
+        if return_remaining_strings or not fail_with_unknown_args:
+            from_file = {name: value for name, value in from_file.items() if name not in extra}
+        ready = self._build(merge(coerce_mapping(from_file, self._known, str(line.config)), line.values))
+        if not return_remaining_strings:
+            refuse_unknown(line.unknown, self._known)
+            return ready
+        remaining = [text for name, value in extra.items() for text in (f"--{name}", str(value))]
+        if separate_remaining_strings:
+            return (*ready, line.unknown, remaining)
+        return (*ready, remaining + line.unknown)
+
+    def parse_args_into_dataclasses(
+        self, args: Sequence[str] | None = None, return_remaining_strings: bool = False
+    ) -> tuple[Any, ...]:
+        """As `parse_args_and_config`."""
+        return self.parse_args_and_config(args, return_remaining_strings)
+
+    def parse_dict(self, args: Mapping[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:
+        """Make the dataclasses from a dict."""
+        if allow_extra_keys:
+            args = {name: value for name, value in args.items() if name.replace("-", "_") in self._known}
+        return self._build(coerce_mapping(args, self._known, "dict"))
+
+    def parse_yaml_file(self, yaml_file: str | Path, allow_extra_keys: bool = False) -> tuple[Any, ...]:
+        """Make the dataclasses from a YAML or JSON file alone."""
+        values = read_file(yaml_file)
+        if allow_extra_keys:
+            values = {name: value for name, value in values.items() if name.replace("-", "_") in self._known}
+        return self._build(coerce_mapping(values, self._known, str(yaml_file)))
+
+    parse_json_file = parse_yaml_file
+
+    def _read(self, args: Sequence[str] | None) -> CommandLine:
+        line = read_command_line(sys.argv[1:] if args is None else args, self._known)
+        if line.wants_help:
+            print(command_help(Path(sys.argv[0]).name, self.description, self.options))
+            raise SystemExit(0)
+        return line
+
+    def _build(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
+        parts = split(values, self.options)
+        return tuple(construct(cls, parts[cls.__name__]) for cls in self.dataclass_types)

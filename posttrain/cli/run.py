@@ -1,0 +1,171 @@
+"""What the training commands do once their fields are read: check, load, train, save."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.cli.parse import Values, construct
+from posttrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from posttrain.data.config import DatasetMixtureConfig, ScriptArguments
+    from posttrain.model.config import ModelConfig
+
+_QUANTIZED = ("load_in_4bit", "load_in_8bit")
+# What transformers' TrainingArguments falls back to; needed here before it can be imported.
+_OUTPUT_DIR = "trainer_output"
+
+
+def sft(values: Values) -> None:
+    """`posttrain sft`."""
+    check(values, "SFTConfig")
+    resume = find_checkpoint(values["SFTConfig"])
+
+    from posttrain.data.config import DatasetMixtureConfig, ScriptArguments
+    from posttrain.model.adapters import get_peft_config, get_quantization_config
+    from posttrain.model.config import ModelConfig
+    from posttrain.trainer.sft import SFTConfig, SFTTrainer
+
+    model: ModelConfig = construct(ModelConfig, values["ModelConfig"])
+    script: ScriptArguments = construct(ScriptArguments, values["ScriptArguments"])
+    mixture: DatasetMixtureConfig = construct(DatasetMixtureConfig, values["DatasetMixtureConfig"])
+    args: Any = construct(SFTConfig, values["SFTConfig"])
+    args.model_init_kwargs = model_init_kwargs(model, args)
+    peft_config, quantization_config = get_peft_config(model), get_quantization_config(model)
+    train, evaluation = load_data(script, mixture, wants_eval=str(args.eval_strategy.value) != "no")
+    trainer: Any = SFTTrainer(
+        model=model.model_name_or_path,
+        args=args,
+        train_dataset=train,
+        eval_dataset=evaluation,
+        peft_config=peft_config,
+        quantization_config=quantization_config,
+    )
+    finish(trainer, script, resume)
+
+
+def finish(trainer: Any, script: ScriptArguments, resume: str | None) -> None:
+    """Train, save, and say where."""
+    if script.ignore_bias_buffers:
+        ignore_bool_buffers(trainer.model)
+    if resume is not None:
+        say(f"resuming from {resume}")
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(trainer.args.output_dir)
+    say(f"saved to {trainer.args.output_dir}")
+    if trainer.args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script.dataset_name)
+        say(f"pushed to the hub as {trainer.hub_model_id}")
+
+
+def say(text: str) -> None:
+    """Print once, on the first rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)
+
+
+# Before anything heavy is imported
+
+
+def check(values: Values, config: str) -> None:
+    """Refuse what cannot run, from the given fields alone."""
+    model, script, mixture = values["ModelConfig"], values["ScriptArguments"], values["DatasetMixtureConfig"]
+    if not model.get("model_name_or_path"):
+        raise ConfigError("`model_name_or_path` is not set; give --model_name_or_path a hub id or a local folder.")
+    _check_sources(script, mixture)
+    streams = script.get("dataset_streaming") or mixture.get("streaming")
+    if streams and values[config].get("max_steps", -1) <= 0:
+        raise ConfigError("a streamed data set has no length; set `max_steps`.")
+    _check_adapter(model)
+
+
+def _check_sources(script: dict[str, Any], mixture: dict[str, Any]) -> None:
+    name, datasets = script.get("dataset_name"), mixture.get("datasets")
+    if name and datasets:
+        raise ConfigError(f"`dataset_name` ({name!r}) and `datasets` are both set; keep one.")
+    if not name and not datasets:
+        raise ConfigError("no data: set `dataset_name`, or `datasets:` in the --config file.")
+    if datasets and script.get("dataset_config"):
+        raise ConfigError("`dataset_config` belongs to `dataset_name`; in `datasets:` give each source its `name`.")
+    size = mixture.get("test_split_size")
+    if size is not None and not 0 < size < 1:
+        raise ConfigError(f"`test_split_size` is {size}; it must be between 0 and 1.")
+
+
+def _check_adapter(model: dict[str, Any]) -> None:
+    given = [name for name in model if name.startswith("lora_") or name in ("use_rslora", "use_dora")]
+    if given and "use_peft" not in model:
+        raise ConfigError(f"`{given[0]}` is set but `use_peft` is not; set `use_peft` to train an adapter.")
+    for name in _QUANTIZED:
+        if model.get(name) and not model.get("use_peft"):
+            raise ConfigError(f"`{name}` is on, and quantized weights cannot be trained; set `use_peft` too.")
+
+
+def find_checkpoint(config: dict[str, Any]) -> str | None:
+    """The folder to resume from: `resume_from_checkpoint` is a path, or `true` or `last` for the newest."""
+    asked = config.get("resume_from_checkpoint")
+    if asked is None or asked.lower() == "false":
+        return None
+    if asked.lower() not in ("true", "last"):
+        if not _is_checkpoint(Path(asked)):
+            raise ConfigError(f"`resume_from_checkpoint` is {asked!r}; no checkpoint is there (trainer_state.json).")
+        return asked
+    folder = Path(config.get("output_dir") or _OUTPUT_DIR).expanduser()
+    # A run that was killed while it saved leaves a folder without its state, which is written last.
+    complete = [path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit() and _is_checkpoint(path)]
+    if not complete:
+        raise ConfigError(f"`resume_from_checkpoint` is {asked!r}, and `output_dir` ({folder}) holds no checkpoint.")
+    return str(max(complete, key=lambda path: int(path.name[11:])))
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / "trainer_state.json").is_file()
+
+
+# After
+
+
+def model_init_kwargs(model: ModelConfig, args: Any) -> dict[str, Any]:
+    """Arguments of `from_pretrained`: what `model_init_kwargs` says, then what the model's own fields say."""
+    kwargs = dict(args.model_init_kwargs or {})
+    from_fields = {
+        "revision": model.model_revision,
+        "dtype": None if "torch_dtype" in kwargs else model.dtype,
+        "attn_implementation": model.attn_implementation,
+        "trust_remote_code": args.trust_remote_code or None,
+    }
+    return {**{name: value for name, value in from_fields.items() if value is not None}, **kwargs}
+
+
+def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig, wants_eval: bool) -> tuple[Any, Any]:
+    """The training set, and the evaluation set when evaluation is on."""
+    from posttrain.data.config import DatasetConfig, DatasetMixtureConfig
+    from posttrain.data.mixture import get_dataset
+
+    streaming = script.dataset_streaming or mixture.streaming
+
+    def read(sources: list[DatasetConfig], test_split_size: float | None = None) -> Any:
+        return get_dataset(DatasetMixtureConfig(sources, streaming=streaming, test_split_size=test_split_size))
+
+    def source(split: str) -> list[DatasetConfig]:
+        return [DatasetConfig(path=str(script.dataset_name), name=script.dataset_config, split=split)]
+
+    found = read(mixture.datasets or source(script.dataset_train_split), mixture.test_split_size)
+    if not wants_eval:
+        return found["train"], None
+    if mixture.test_split_size is not None:
+        return found["train"], found["test"]
+    if mixture.datasets:
+        raise ConfigError("`eval_strategy` is on and `datasets:` has no test split; set `test_split_size`.")
+    return found["train"], read(source(script.dataset_test_split))["train"]
+
+
+def ignore_bool_buffers(model: Any) -> None:
+    """Keep DDP from broadcasting boolean masks, which its backends may not know."""
+    import torch
+
+    model._ddp_params_and_buffers_to_ignore = [
+        name for name, buffer in model.named_buffers() if buffer.dtype == torch.bool
+    ]
