@@ -1,14 +1,14 @@
 """The errors posttrain raises. A message names the field, the value seen and the fix.
 
-    PosttrainError
-    ├── ConfigError       a field, a flag or a combination of them    (also a ValueError)
-    ├── DataError         a row, a column, a file                     (also a ValueError)
-    │   └── EmptyDataError    nothing is left to train or to evaluate
-    ├── ModelError        weights, tokenizers, adapters               (also a ValueError)
-    │   └── LayoutError       the model cannot take the layout asked for
-    ├── MissingExtraError an optional package that was asked for      (also an ImportError)
-    └── TrainingError     a run that must stop                        (also a RuntimeError)
-        └── NonFiniteError    a loss or a gradient that is NaN or infinite
+PosttrainError
+├── ConfigError       a field, a flag or a combination of them    (also a ValueError)
+├── DataError         a row, a column, a file                     (also a ValueError)
+│   └── EmptyDataError    nothing is left to train or to evaluate
+├── ModelError        weights, tokenizers, adapters               (also a ValueError)
+│   └── LayoutError       the model cannot take the layout asked for
+├── MissingExtraError an optional package that was asked for      (also an ImportError)
+└── TrainingError     a run that must stop                        (also a RuntimeError)
+    └── NonFiniteError    a loss or a gradient that is NaN or infinite
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,6 +39,31 @@ class Segments:
     end: tuple[int, ...]  # [K] one past the last position
     parent: tuple[int, ...]  # [K] index of the parent segment, -1 for a root
 
+    def path(self, leaf: int) -> list[int]:
+        """Segments from the root to `leaf`."""
+        found = []
+        while leaf >= 0:
+            found.append(leaf)
+            leaf = self.parent[leaf]
+        return found[::-1]
+
+    def positions(self, leaf: int) -> np.ndarray:
+        """Positions in the row of the tokens of the sequence that ends with `leaf`; they increase."""
+        return np.concatenate([np.arange(self.start[k], self.end[k]) for k in self.path(leaf)])
+
+
+@dataclass(frozen=True)
+class Distinct:
+    """The different (position, target) pairs among the read-outs: the head scores each once.
+
+    e.g. pairs (0, 7), (1, 8), (0, 7) -> first [0, 1], slot [0, 1, 0], members [0, 2, 1], bounds [0, 2, 3]
+    """
+
+    first: Tensor  # [U]   a read-out of each pair
+    slot: Tensor  # [N]   pair of each read-out
+    members: Tensor  # [N]   read-outs, sorted by pair
+    bounds: tuple[int, ...]  # [U + 1]   the members of pair u are members[bounds[u]:bounds[u + 1]]
+
 
 @dataclass(frozen=True)
 class TokenBatch:
@@ -58,6 +84,7 @@ class TokenBatch:
     leaf: tuple[int, ...]  # [S]   segment in which the sequence ends
     source: tuple[int, ...]  # [S]   row of the data set the sequence came from, -1 if none
     unshared_tokens: int = 0  # what T would be had nothing been shared
+    distinct: Distinct | None = None  # None when no read-out repeats another
 
     @property
     def num_tokens(self) -> int:
@@ -74,19 +101,27 @@ class TokenBatch:
         return _map_tensors(self, lambda t: t.pin_memory())
 
 
-def _map_tensors(batch: TokenBatch, fn: Callable[[Tensor], Tensor]) -> TokenBatch:
-    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    return TokenBatch(**{k: fn(v) if isinstance(v, Tensor) else v for k, v in values.items()})
+_Moved = TypeVar("_Moved", TokenBatch, Distinct)
+
+
+def _map_tensors(value: _Moved, fn: Callable[[Tensor], Tensor]) -> _Moved:
+    moved = {}
+    for f in fields(value):
+        v = getattr(value, f.name)
+        moved[f.name] = fn(v) if isinstance(v, Tensor) else _map_tensors(v, fn) if isinstance(v, Distinct) else v
+    return type(value)(**moved)
 
 
 class TokenObjective(Protocol):
     """A loss that is a sum over read-outs of a function of each one's own log-probability.
 
-    Given logps [n] (fp32, with grad) and the indices [n] of those read-outs in the batch, return the loss of each [n].
+    Given logps [n] (fp32, with grad) and what picks those read-outs out of a tensor [N], return the loss of each [n].
     The head differentiates it chunk by chunk, so its gradient is formed in the forward pass.
+
+    e.g. lambda logps, index: -weights[index] * logps
     """
 
-    def __call__(self, logps: Tensor, index: Tensor) -> Tensor: ...
+    def __call__(self, logps: Tensor, index: Tensor | slice) -> Tensor: ...
 
 
 @dataclass(frozen=True)

@@ -104,13 +104,13 @@ def test_tool_calls_are_trained_and_results_are_not():
 
 
 def test_template_without_tool_calls_is_refused_for_rows_with_them():
-    with pytest.raises(DataError, match="message 1 .*'look'.*does not write the call"):
+    with pytest.raises(DataError, match=r"message 1 .*'look'.*does not write the call"):
         spans(byte_tokenizer(template=CHATML), [user("Find x"), calls("xval"), tool("42"), says("ok")], TOOLS)
 
 
 def test_turn_the_template_drops_is_an_error():
     dropping = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
-    with pytest.raises(DataError, match="message 1 .*cannot be located"):
+    with pytest.raises(DataError, match=r"message 1 .*cannot be located"):
         spans(byte_tokenizer(template=dropping), THREE[:2])
 
 
@@ -185,7 +185,8 @@ def test_maybe_leaves_text_alone():
 
 CHATS = {
     "turns": ([{"role": "system", "content": "SYS"}, user("Qone"), says("Aone"), user("Qtwo"), says("Atwo")], None),
-    "thinking": ([user("Qone"), says("Aone"), user("Qtwo"), says("Atwo", reasoning_content="WHY", thinking="WHY")], None),
+    "thinking": ([user("Qone"), says("Aone"), user("Qtwo"), says("Atwo", reasoning_content="WHY", thinking="WHY")],
+                 None),
     "tools": ([user("Qone"), calls("ARG1"), tool("RESULT1"), says("Aone"), user("Qtwo"), calls("ARG2"),
                tool("RESULT2"), says("Atwo")], TOOLS),
 }  # fmt: skip

@@ -46,7 +46,7 @@ def test_image_columns_are_refused_by_name(column):
 
 def test_image_parts_are_refused():
     row = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}]}
-    with pytest.raises(DataError, match="'image'.*text only"):
+    with pytest.raises(DataError, match=r"'image'.*text only"):
         detect(list(row), row)
 
 

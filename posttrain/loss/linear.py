@@ -1,17 +1,296 @@
-"""The head: hidden states + weight → per-token scores, in chunks."""
+"""The head: hidden states + weight → per-token scores, in chunks. The whole logits are never in memory.
+
+Letters: N read-outs, n read-outs of a chunk, H hidden, V vocabulary.
+
+With logits z = softcap(scale · (h Wᵀ + b)) / temperature, the score of target t is log p_t = z_t − logsumexp(z), and a loss
+ℓ(log p_t) has dℓ/dz = ℓ'(log p_t) · (1[j = t] − p_j). When ℓ is known before the forward pass, dh = dz W and
+dW = dzᵀ h are formed while the chunk's logits are at hand: three V×H products a token, none repeated.
+"""
+
 from __future__ import annotations
+
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 from torch import Tensor
-from posttrain.types import ScoreRequest, TokenScores
+
+from posttrain.types import ScoreRequest, TokenObjective, TokenScores
+
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """What follows the product: logits = softcap(scale * (h W^T + b))."""
+    """What follows the product, and how much memory the head may take.
+
+    e.g. HeadSpec(scale=0.0625) for a Cohere model, HeadSpec(softcap=30.0) for Gemma 2
+    """
+
     scale: float = 1.0
     softcap: float | None = None
     chunk_tokens: int | None = None
     memory_bytes: int = 256 << 20
 
-def linear_scores(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, spec: HeadSpec, request: ScoreRequest) -> TokenScores:
-    """hidden [N, H], weight [V, H], targets [N], bias [V] -> scores [N]"""
-    ...
+
+@dataclass(frozen=True)
+class _Plan:
+    """Everything about a call that is not a tensor."""
+
+    spec: HeadSpec
+    request: ScoreRequest
+    dtype: torch.dtype  # of the products
+    chunk: int
+    hidden_grad: bool
+    weight_grad: bool
+    bias_grad: bool
+
+
+def linear_scores(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, spec: HeadSpec, request: ScoreRequest
+) -> TokenScores:
+    """Score the targets: hidden [N, H], weight [V, H], targets [N], bias [V] → fp32 scores [N].
+
+    With `request.objective` the gradient is formed here and `total` carries it; `logps` is then detached. Without, `logps`
+    carries it, and the chunk's logits are kept for the backward pass when they fit in `spec.memory_bytes`, else computed
+    again. Products run in the autocast dtype, or the weight's; the softmax in fp32.
+    """
+    grad = torch.is_grad_enabled()
+    plan = _Plan(
+        spec=spec,
+        request=request,
+        dtype=product_dtype(weight),
+        chunk=spec.chunk_tokens or _chunk_tokens(weight, spec.memory_bytes),
+        hidden_grad=grad and hidden.requires_grad,
+        weight_grad=grad and weight.requires_grad,
+        bias_grad=grad and bias is not None and bias.requires_grad,
+    )
+    function = _Deferred if request.objective is None else _Planned
+    with torch.autocast(hidden.device.type, enabled=False):
+        first, *rest = function.apply(hidden, weight, bias, targets, plan)  # pyright: ignore[reportGeneralTypeIssues]
+    logps, entropy, top1, mean_logit = rest if request.objective is not None else (first, *rest)
+    return TokenScores(
+        logps=logps,
+        total=first if request.objective is not None else None,
+        entropy=entropy if request.entropy else None,
+        top1=top1 if request.top1 else None,
+        mean_logit=mean_logit if request.mean_logit else None,
+    )
+
+
+def product_dtype(weight: Tensor) -> torch.dtype:
+    """Dtype of the head's products: what autocast says, else the weight's own; fp32 where a CPU only emulates bf16."""
+    device = weight.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    if device == "cpu" and dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.float32  # emulated products are up to 70 times slower, and less exact
+    return dtype
+
+
+def _chunk_tokens(weight: Tensor, memory_bytes: int) -> int:
+    """Read-outs whose logits fit in the budget; off the CPU, where the softmax is not blocked, with two fp32 copies."""
+    softmax = 0 if weight.device.type == "cpu" else 8
+    return max(16, memory_bytes // ((product_dtype(weight).itemsize + softmax) * weight.shape[0]))
+
+
+def _chunks(total: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, total)) for start in range(0, total, size))
+
+
+class _Planned(torch.autograd.Function):
+    """Objective known: gradients formed in the forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: _Plan) -> Any:
+        objective = plan.request.objective
+        assert objective is not None
+        N, V = hidden.shape[0], weight.shape[0]
+        w = weight.to(plan.dtype)
+        scores = _empty_scores(N, hidden.device)
+        total = torch.zeros((), device=hidden.device)
+        early = plan.weight_grad and 4 * weight.numel() <= plan.spec.memory_bytes
+        d_hidden = torch.empty_like(hidden) if plan.hidden_grad else None
+        d_weight = None
+        d_bias = torch.zeros(V, device=hidden.device) if plan.bias_grad else None
+        slopes = torch.empty(N, device=hidden.device)
+        for part in _chunks(N, plan.chunk):
+            h = hidden[part].to(plan.dtype)
+            logits = _logits(h, w, bias)
+            _score_chunk(logits, targets[part], plan, part, scores)
+            loss, slopes[part] = _slope(objective, scores[0][part], part)
+            total += loss
+            if d_hidden is None and not early and d_bias is None:
+                continue
+            d_logits = _logit_gradient(logits, targets[part], slopes[part], plan)
+            if d_hidden is not None:
+                d_hidden[part] = (d_logits @ w).to(d_hidden.dtype)
+            if early:
+                d_weight = _accumulate_product(d_weight, d_logits, h)
+            if d_bias is not None:
+                d_bias += d_logits.sum(0, dtype=torch.float32)
+        if early and d_weight is None:
+            d_weight = torch.zeros_like(weight)
+        late = plan.weight_grad and not early
+        ctx.plan, ctx.late = plan, late
+        ctx.save_for_backward(
+            d_hidden, d_weight, d_bias, *((hidden, weight, bias, targets, slopes) if late else (None,) * 5)
+        )
+        ctx.weight_dtype, ctx.bias_dtype = weight.dtype, bias.dtype if bias is not None else None
+        ctx.mark_non_differentiable(*scores)
+        return total, *scores
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
+        d_hidden, d_weight, d_bias, hidden, weight, bias, targets, slopes = ctx.saved_tensors
+        if ctx.late:
+            d_weight = _weight_gradient(hidden, weight, bias, targets, slopes, ctx.plan)
+        return (
+            None if d_hidden is None else d_hidden * grad.to(d_hidden.dtype),
+            None if d_weight is None else (d_weight * grad).to(ctx.weight_dtype),
+            None if d_bias is None else (d_bias * grad).to(ctx.bias_dtype),
+            None,
+            None,
+        )
+
+
+class _Deferred(torch.autograd.Function):
+    """Gradient of each log-probability known only in the backward pass: chunks kept within the budget, else recomputed."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: _Plan) -> Any:
+        N, V = hidden.shape[0], weight.shape[0]
+        w = weight.to(plan.dtype)
+        scores = _empty_scores(N, hidden.device)
+        any_grad = plan.hidden_grad or plan.weight_grad or plan.bias_grad
+        keep = any_grad and N * V * plan.dtype.itemsize <= plan.spec.memory_bytes
+        kept = []
+        for part in _chunks(N, plan.chunk):
+            logits = _logits(hidden[part].to(plan.dtype), w, bias)
+            _score_chunk(logits, targets[part], plan, part, scores)
+            if keep:
+                kept.append(logits)
+        if any_grad:
+            ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.plan, ctx.kept = plan, kept
+        ctx.mark_non_differentiable(*scores[1:])
+        return scores
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
+        hidden, weight, bias, targets = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        w = weight.to(plan.dtype)
+        d_hidden = torch.empty_like(hidden) if plan.hidden_grad else None
+        d_weight = None
+        d_bias = torch.zeros(weight.shape[0], device=hidden.device) if plan.bias_grad else None
+        for i, part in enumerate(_chunks(hidden.shape[0], plan.chunk)):
+            h = hidden[part].to(plan.dtype)
+            logits = ctx.kept[i].clone() if ctx.kept else _logits(h, w, bias)
+            d_logits = _logit_gradient(logits, targets[part], grad[part], plan)
+            if d_hidden is not None:
+                d_hidden[part] = (d_logits @ w).to(d_hidden.dtype)
+            if plan.weight_grad:
+                d_weight = _accumulate_product(d_weight, d_logits, h)
+            if d_bias is not None:
+                d_bias += d_logits.sum(0, dtype=torch.float32)
+        if plan.weight_grad and d_weight is None:
+            d_weight = torch.zeros_like(weight)
+        return (
+            d_hidden,
+            None if d_weight is None else d_weight.to(weight.dtype),
+            None if d_bias is None or bias is None else d_bias.to(bias.dtype),
+            None,
+            None,
+        )
+
+
+def _weight_gradient(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, slopes: Tensor, plan: _Plan
+) -> Tensor:
+    """dW [V, H] formed in the backward pass, when keeping it through the body's backward would break the budget."""
+    w = weight.to(plan.dtype)
+    d_weight = None
+    for part in _chunks(hidden.shape[0], plan.chunk):
+        h = hidden[part].to(plan.dtype)
+        d_logits = _logit_gradient(_logits(h, w, bias), targets[part], slopes[part], plan)
+        d_weight = _accumulate_product(d_weight, d_logits, h)
+    return torch.zeros_like(weight) if d_weight is None else d_weight
+
+
+def _empty_scores(N: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """logps, entropy, top1, mean_logit; [N] each."""
+    logps, entropy, top1, mean_logit = torch.empty(4, N, device=device).unbind(0)
+    return logps.clone(), entropy.clone(), top1.clone(), mean_logit.clone()
+
+
+def _logits(h: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    """[n, V] in the product dtype, before scale and soft cap."""
+    return h @ w.t() if bias is None else torch.addmm(bias.to(h.dtype), h, w.t())
+
+
+def _accumulate_product(d_weight: Tensor | None, d_logits: Tensor, h: Tensor) -> Tensor:
+    """d_weight + d_logitsᵀ h [V, H]. Chunks are summed in fp32; one chunk alone stays in the product dtype."""
+    if d_weight is None:
+        return d_logits.t() @ h
+    if d_logits.dtype == torch.float32:
+        return d_weight.addmm_(d_logits.t(), h)
+    return d_weight.float().add_(d_logits.t() @ h)
+
+
+def _slope(objective: TokenObjective, logps: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    """Sum of the objective over a chunk, and its derivative at each log-probability [n]."""
+    with torch.enable_grad():
+        leaf = logps.detach().requires_grad_()
+        loss = objective(leaf, part).sum()
+        (slope,) = torch.autograd.grad(loss, leaf)
+    return loss.detach(), slope
+
+
+def _row_blocks(logits: Tensor) -> Iterator[slice]:
+    """Blocks of rows for the elementwise part: on a CPU small enough to stay in cache, elsewhere the whole chunk."""
+    rows = logits.shape[0]
+    if logits.device.type != "cpu":
+        return _chunks(rows, max(rows, 1))
+    return _chunks(rows, max(1, (8 << 20) // (4 * logits.shape[1])))
+
+
+def _final_logits(block: Tensor, plan: _Plan) -> Tensor:
+    """Raw logits [b, V] → fp32 logits after scale, soft cap and temperature."""
+    z = block.float()
+    if plan.spec.scale != 1.0:
+        z = z * plan.spec.scale
+    if plan.spec.softcap is not None:
+        z = torch.tanh(z / plan.spec.softcap) * plan.spec.softcap
+    return z if plan.request.temperature == 1.0 else z / plan.request.temperature
+
+
+def _score_chunk(logits: Tensor, targets: Tensor, plan: _Plan, part: slice, scores: tuple[Tensor, ...]) -> None:
+    """Fill the scores of one chunk from its raw logits [n, V]."""
+    logps, entropy, top1, mean_logit = (s[part] for s in scores)
+    for rows in _row_blocks(logits):
+        z = _final_logits(logits[rows], plan)
+        at_target = z.gather(1, targets[rows, None]).squeeze(1)
+        log_norm = torch.logsumexp(z, -1)
+        logps[rows] = at_target - log_norm
+        if plan.request.top1:
+            top1[rows] = (at_target >= z.amax(-1)).float()
+        if plan.request.mean_logit:
+            mean_logit[rows] = z.mean(-1)
+        if plan.request.entropy:
+            p = (z - log_norm[:, None]).exp_()
+            entropy[rows] = log_norm - torch.linalg.vecdot(p, z)
+
+
+def _logit_gradient(logits: Tensor, targets: Tensor, slopes: Tensor, plan: _Plan) -> Tensor:
+    """d loss / d raw logits [n, V], written over the raw logits. dz_j = slope · (1[j = t] − p_j), then the chain rule
+    through temperature, soft cap and scale."""
+    softcap, temperature = plan.spec.softcap, plan.request.temperature
+    for rows in _row_blocks(logits):
+        z = _final_logits(logits[rows], plan)
+        d = torch.softmax(z, -1).mul_(-slopes[rows, None])
+        d.scatter_add_(1, targets[rows, None], slopes[rows, None])
+        if softcap is not None:
+            d.mul_(1 - (z * (temperature / softcap)).square_())
+        if plan.spec.scale != temperature:
+            d.mul_(plan.spec.scale / temperature)
+        logits[rows].copy_(d)
+    return logits

@@ -10,6 +10,7 @@ import torch
 from transformers import TrainingArguments
 
 from posttrain.errors import ConfigError
+from posttrain.model.load import LoadOptions, Prepared
 
 
 @dataclass
@@ -96,3 +97,31 @@ def has_native_bf16() -> bool:
     if torch.accelerator.is_available():
         return True
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def load_options(args: BaseConfig) -> LoadOptions:
+    """What the model room needs of the config."""
+    if isinstance(args.model_init_kwargs, str):
+        raise ConfigError(
+            f"`model_init_kwargs` is {args.model_init_kwargs!r}; give a mapping, or JSON that starts with {{."
+        )
+    return LoadOptions(
+        init_kwargs=args.model_init_kwargs,
+        trust_remote_code=args.trust_remote_code,
+        layout=args.layout,
+        chunk_tokens=args.head_chunk_tokens,
+        memory_bytes=args.head_memory_mb << 20,
+        pad_to_multiple_of=args.pad_to_multiple_of,
+    )
+
+
+def share_prefixes(args: BaseConfig, prepared: Prepared) -> bool:
+    """Whether common prefixes are computed once: where the layout can and, unless asked, where no dropout would tell
+    shared from separate continuations."""
+    if prepared.layout != "packed":
+        if args.share_prefixes:
+            raise ConfigError(
+                f"`share_prefixes` is on, and the layout of this model is {prepared.layout!r}; leave it out."
+            )
+        return False
+    return prepared.dropout == 0.0 if args.share_prefixes is None else args.share_prefixes

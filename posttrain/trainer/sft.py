@@ -1,12 +1,26 @@
-"""Supervised fine-tuning."""
+"""Supervised fine-tuning: maximum likelihood of the trained tokens of each row."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, final
 
+from torch import Tensor
+
+from posttrain.data.rows import SFTRowOptions, prepare_sft
+from posttrain.data.sampling import Collator, RowItems
+from posttrain.data.tokenizer import set_up_tokenizer
 from posttrain.errors import ConfigError
-from posttrain.trainer.config import BaseConfig
+from posttrain.loss.nll import TOKEN_LOSSES
+from posttrain.model.load import check_model_source, load_tokenizer, prepare_model
+from posttrain.trainer.config import BaseConfig, load_options, share_prefixes
+from posttrain.trainer.engine import Engine, Experience
+from posttrain.trainer.loading import check_ids, make_items
+from posttrain.types import LossOutput, Mean, ScoreRequest, TokenBatch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -55,3 +69,113 @@ class SFTConfig(BaseConfig):
             raise ConfigError(f"`max_length` is {self.max_length}; a target needs one token before it: set at least 2.")
         if self.packing and self.max_length is None:
             raise ConfigError("`packing` is on and `max_length` is None; set `max_length` to the capacity of a bin.")
+
+
+@final
+class SFTTrainer(Engine):
+    """Fine-tune a causal language model on rows of text, chats, prompts with completions, or token ids.
+
+    `model` is a name, a path, a transformers model or a peft model. Raises `ConfigError`, `DataError` and `ModelError`
+    before anything is trained.
+
+    e.g. SFTTrainer("Qwen/Qwen3-0.6B", SFTConfig(output_dir="out"), train_dataset=rows).train()
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        args: SFTConfig | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_loss_func: Any = None,
+        compute_metrics: Callable[..., dict[str, float]] | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, Any] | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        formatting_func: Callable[[dict[str, Any]], Any] | None = None,
+    ) -> None:
+        args = args or SFTConfig(output_dir="trainer_output")
+        for field, value in (("data_collator", data_collator), ("compute_loss_func", compute_loss_func)):
+            if value is not None:
+                raise ConfigError(
+                    f"`{field}` is given; batches here are packed forests: leave it out, see docs/extending.md."
+                )
+        check_model_source(model, args.trust_remote_code, (args.model_init_kwargs or {}).get("revision"))  # pyright: ignore[reportAttributeAccessIssue]
+        tokenizer = processing_class or load_tokenizer(model, args.trust_remote_code)
+        self._tokenizer = set_up_tokenizer(tokenizer, args.eos_token, args.pad_token, args.chat_template_path)
+        self._formatting_func, self._config = formatting_func, args
+        train_items = None if train_dataset is None else self._items(train_dataset, "train", args.packing)
+        eval_items = None
+        if isinstance(eval_dataset, dict):
+            eval_items = {name: self.eval_items(rows, name) for name, rows in eval_dataset.items()}
+        elif eval_dataset is not None:
+            eval_items = self.eval_items(eval_dataset)
+        prepared = prepare_model(model, load_options(args), peft_config, quantization_config)
+        self.layout = prepared.layout
+        vocabulary = prepared.base.get_input_embeddings().num_embeddings
+        for items in (train_items, *(eval_items.values() if isinstance(eval_items, dict) else [eval_items])):
+            check_ids(items, vocabulary)
+        super().__init__(
+            prepared.model,
+            args,
+            Collator(share_prefixes(args, prepared)),
+            train_dataset=train_items,
+            eval_dataset=eval_items,
+            processing_class=self._tokenizer,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
+
+    # ---- rows → items ------------------------------------------------------------------------------------------------
+
+    def _items(self, dataset: Any, name: str, packing: bool) -> Any:
+        args = self._config
+        options = SFTRowOptions(
+            text_field=args.dataset_text_field,
+            max_length=args.max_length,
+            truncation_mode=args.truncation_mode,
+            completion_only_loss=args.completion_only_loss,
+            assistant_only_loss=args.assistant_only_loss,
+            keep_long=packing and args.packing_strategy != "bfd",
+            formatting_func=self._formatting_func,
+        )
+        rows, report = prepare_sft(dataset, self._tokenizer, options, args.dataset_num_proc, name)
+        if report.rows_in and args.should_save:
+            logger.warning("%s", report.summary())
+        if args.shuffle_dataset and name == "train":
+            rows = rows.shuffle(seed=args.seed if args.data_seed is None else args.data_seed)
+        return make_items(rows, args, packing, name)
+
+    def eval_items(self, dataset: Any, name: str = "eval") -> RowItems:
+        args = self._config
+        return self._items(dataset, name, args.packing if args.eval_packing is None else args.eval_packing)
+
+    # ---- the method --------------------------------------------------------------------------------------------------
+
+    def experience(self, window: list[TokenBatch]) -> list[Experience]:
+        return [Experience(batch) for batch in window]
+
+    def unit(self, exp: Experience) -> Tensor:
+        return exp.batch.weights.sum()
+
+    def loss_step(self, model: Any, exp: Experience) -> LossOutput:
+        weights = exp.batch.weights
+        loss = TOKEN_LOSSES[self._config.loss_type or "nll"]
+        request = ScoreRequest(
+            objective=lambda logps, index: loss(logps, weights[index]), entropy=self.measuring, top1=self.measuring
+        )
+        scores = model(token_batch=exp.batch, score_request=request)
+        metrics = {}
+        if scores.entropy is not None and scores.top1 is not None:
+            count = float(len(weights))
+            metrics["entropy"] = Mean(scores.entropy.sum(), count)
+            metrics["mean_token_accuracy"] = Mean(scores.top1.sum(), count)
+        return LossOutput(scores.total, metrics)

@@ -1,0 +1,180 @@
+"""Which items, in what order, on which rank; and the loader's dataset and collator.
+
+A *window* is what one optimizer step uses over all ranks. Every rank computes the same order and takes its own part, so
+nothing is repeated to even batches out: the last window's short micro-batches may be empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+from torch.utils.data import BatchSampler, Dataset, IterableDataset
+
+from posttrain.data.forest import build_forest
+from posttrain.data.packing import Piece, plan_bins
+from posttrain.types import Row, TokenBatch
+
+Item = list[tuple[Row, int]]
+"""What one index of the loader stands for: a row, or the pieces of a bin; each with its row in the data set."""
+
+
+class WindowSampler(BatchSampler):
+    """Indices of this rank's micro-batches.
+
+    A window holds `batch_size × accumulation × world_size` items. With `costs` (tokens an item), the window's items are dealt
+    out so that micro-batches and ranks cost alike; which optimizer step an item belongs to does not change.
+
+    e.g. 5 items, batch_size 2, 1 rank -> [0, 1], [2, 3], [4]
+    """
+
+    def __init__(
+        self,
+        num_items: int,
+        batch_size: int,
+        accumulation: int = 1,
+        world_size: int = 1,
+        rank: int = 0,
+        seed: int | None = None,
+        costs: Sequence[int] | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        self.num_items, self.batch_size, self.accumulation = num_items, batch_size, accumulation
+        self.world_size, self.rank, self.seed, self.costs = world_size, rank, seed, costs
+        self.drop_last = drop_last
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """The order of an epoch depends on the seed and the epoch alone, so resuming finds it again."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        each = self.batch_size * self.world_size
+        return self.num_items // each if self.drop_last else -(-self.num_items // each)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = np.arange(self.num_items)
+        if self.seed is not None:
+            order = np.random.default_rng((self.seed, self.epoch)).permutation(self.num_items)
+        order = order[: len(self) * self.batch_size * self.world_size]
+        size = self.batch_size * self.accumulation * self.world_size
+        for start in range(0, len(order), size):
+            yield from self._mine(order[start : start + size].tolist())
+
+    def _mine(self, window: list[int]) -> Iterator[list[int]]:
+        count = -(-len(window) // (self.batch_size * self.world_size))  # micro-batches of each rank
+        slots = count * self.world_size
+        if self.costs is None or slots == 1:
+            dealt = [window[i * self.batch_size : (i + 1) * self.batch_size] for i in range(slots)]
+        else:
+            dealt = _deal(window, slots, self.costs)
+        return (dealt[i * self.world_size + self.rank] for i in range(count))
+
+
+def _deal(window: list[int], slots: int, costs: Sequence[int]) -> list[list[int]]:
+    """Longest first, to and fro over the slots: equal counts, and nearly equal costs."""
+    dealt: list[list[int]] = [[] for _ in range(slots)]
+    for at, item in enumerate(sorted(window, key=lambda i: (-costs[i], i))):
+        turn, position = divmod(at, slots)
+        dealt[position if turn % 2 == 0 else slots - 1 - position].append(item)
+    return [sorted(slot, key=window.index) for slot in dealt]
+
+
+class RowItems(Dataset):
+    """Prepared rows (`input_ids`, `weights`, `source`), one an item; or, with bins, the pieces of one bin an item."""
+
+    def __init__(self, rows: Any, bins: list[list[Piece]] | None = None) -> None:
+        self.rows, self.bins = rows, bins
+        self.lengths: list[int] = row_lengths(rows)
+        self.costs = self.lengths if bins is None else [sum(p.end - p.start for p in b) for b in bins]
+
+    def __len__(self) -> int:
+        return len(self.rows) if self.bins is None else len(self.bins)
+
+    def __getitem__(self, index: int) -> Item:
+        if self.bins is None:
+            return [self._row(index, 0, None)]
+        return [self._row(piece.row, piece.start, piece.end) for piece in self.bins[index]]
+
+    def _row(self, index: int, start: int, end: int | None) -> tuple[Row, int]:
+        row = self.rows[index]
+        return Row(row["input_ids"][start:end], row["weights"][start:end]), int(row["source"])
+
+
+def row_lengths(rows: Any) -> list[int]:
+    """Tokens of each prepared row."""
+    return pc.list_value_length(rows.with_format("arrow")[:]["input_ids"]).to_pylist() if len(rows) else []
+
+
+class StreamItems(IterableDataset):
+    """Micro-batches of a stream of prepared rows; the stream starts again when it ends.
+
+    Every rank reads the whole stream and keeps its own part. With a capacity, bins are packed over `buffer` rows at a time.
+    """
+
+    def __init__(
+        self,
+        rows: Iterable[dict[str, Any]],
+        batch_size: int,
+        world_size: int,
+        rank: int,
+        capacity: int | None = None,
+        strategy: str = "bfd",
+        buffer: int = 1024,
+        on_empty: Callable[[], Exception] | None = None,
+    ) -> None:
+        self.rows, self.batch_size, self.world_size, self.rank = rows, batch_size, world_size, rank
+        self.capacity, self.strategy, self.buffer, self.on_empty = capacity, strategy, buffer, on_empty
+
+    def __iter__(self) -> Iterator[list[Item]]:
+        pending: list[Item] = []
+        each = self.batch_size * self.world_size
+        while True:
+            seen = False
+            for item in self._items():
+                seen = True
+                pending.append(item)
+                if len(pending) == each:
+                    start = self.rank * self.batch_size
+                    yield pending[start : start + self.batch_size]
+                    pending = []
+            if not seen:
+                raise self.on_empty() if self.on_empty else StopIteration
+
+    def _items(self) -> Iterator[Item]:
+        rows = ((Row(list(row["input_ids"]), list(row["weights"])), int(row["source"])) for row in self.rows)
+        if self.capacity is None:
+            yield from ([row] for row in rows)
+            return
+        held: list[tuple[Row, int]] = []
+        for row in rows:
+            held.append(row)
+            if len(held) == self.buffer:
+                yield from self._bins(held)
+                held = []
+        yield from self._bins(held)
+
+    def _bins(self, held: list[tuple[Row, int]]) -> Iterator[Item]:
+        assert self.capacity is not None
+        for pieces in plan_bins([len(row.input_ids) for row, _ in held], self.capacity, self.strategy):
+            item = []
+            for piece in pieces:
+                row, source = held[piece.row]
+                part = slice(piece.start, piece.end)
+                item.append((Row(row.input_ids[part], row.weights[part]), source))
+            yield item
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Items of a micro-batch → {"batch": TokenBatch}."""
+
+    share: bool
+
+    def __call__(self, items: list[Item]) -> dict[str, TokenBatch]:
+        rows = [row for item in items for row, _ in item]
+        sources = [source for item in items for _, source in item]
+        return {"batch": build_forest(rows, share=self.share, sources=sources)}

@@ -1,0 +1,138 @@
+"""name | path | model → a model ready to train: dtype policy, quantization, adapter, layout, head."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from posttrain.errors import ConfigError, ModelError
+from posttrain.model.adapters import check_trainable, is_adapted, wrap_adapter
+from posttrain.model.attention import FOREST
+from posttrain.model.probe import choose_layout
+from posttrain.model.scoring import Scoring, bind_head, head_spec
+from posttrain.types import Layout
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What loading needs of the config."""
+
+    init_kwargs: Mapping[str, Any] | None = None
+    trust_remote_code: bool = False
+    layout: str = "auto"
+    chunk_tokens: int | None = None
+    memory_bytes: int = 256 << 20
+    pad_to_multiple_of: int | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A trainable model and what was decided about it."""
+
+    model: Any
+    layout: Layout
+    dropout: float  # the largest probability in it
+
+    @property
+    def base(self) -> PreTrainedModel:
+        return base_model(self.model)
+
+
+def base_model(model: Any) -> PreTrainedModel:
+    """The transformers model under an adapter, or the model itself."""
+    return model.get_base_model() if is_adapted(model) else model
+
+
+def check_model_source(source: Any, trust_remote_code: bool = False, revision: str | None = None) -> None:
+    """Raise `ModelError` for a folder or a name that holds no model, before anything expensive."""
+    if not isinstance(source, str):
+        return
+    path = Path(source).expanduser()
+    if path.is_dir() and not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise ModelError(f"`model` is the folder {source!r}, which holds no config.json; give the folder of a model.")
+    if path.is_file():
+        raise ModelError(f"`model` is the file {source!r}; give the folder that `save_pretrained` wrote.")
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        raise ModelError(
+            f"`model` is the adapter {source!r}; load it with peft.AutoPeftModelForCausalLM.from_pretrained(…, "
+            "is_trainable=True) and pass the object, or merge it first."
+        )
+    try:
+        AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, revision=revision or "main")
+    except Exception as error:
+        raise ModelError(f"`model` is {source!r}, which cannot be read: {_first_line(error)}") from error
+
+
+def load_tokenizer(source: Any, trust_remote_code: bool = False) -> Any:
+    """The tokenizer that belongs to a model given by name, path or object."""
+    name = source if isinstance(source, str) else base_model(source).config._name_or_path
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise ModelError(
+            f"`processing_class` was not given and {name!r} has no tokenizer that loads: {_first_line(error)}"
+        ) from error
+
+
+def prepare_model(
+    source: Any, options: LoadOptions, peft_config: Any = None, quantization_config: Any = None
+) -> Prepared:
+    """Load, adapt, probe and bind. Raises `ModelError`, `LayoutError` or `ConfigError`, each naming the field."""
+    if isinstance(source, str):
+        model = _load(source, options, peft_config is not None, quantization_config)
+    else:
+        model = source
+        for field, value in (("model_init_kwargs", options.init_kwargs), ("quantization_config", quantization_config)):
+            if value:
+                raise ConfigError(f"`{field}` is set and `model` is an object already; pass a name or drop the field.")
+    if not isinstance(base_model(model), PreTrainedModel):
+        raise ModelError(f"`model` is a {type(model).__name__}; give a name, a path or a transformers model.")
+    model = wrap_adapter(model, peft_config)
+    check_trainable(model)
+    base = base_model(model)
+    layout, why = choose_layout(base, options.layout)
+    if layout != "padded":
+        base.set_attn_implementation(FOREST)
+    spec = head_spec(base.config, options.chunk_tokens, options.memory_bytes)
+    bind_head(base, Scoring(layout, spec, pad_to_multiple_of=options.pad_to_multiple_of))
+    logger.info("layout: %s (%s)", layout, why)
+    return Prepared(model, layout, _dropout(model))
+
+
+def _load(source: str, options: LoadOptions, adapted: bool, quantization_config: Any) -> PreTrainedModel:
+    """Full fine-tuning keeps float32 master weights; under an adapter the frozen base keeps its own dtype."""
+    kwargs: dict[str, Any] = dict(options.init_kwargs or {})
+    dtype = kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None)
+    if isinstance(dtype, str) and dtype != "auto":
+        if dtype not in _DTYPES:
+            raise ConfigError(f"`dtype` is {dtype!r}; expected auto, {', '.join(_DTYPES)}.")
+        dtype = _DTYPES[dtype]
+    kwargs["dtype"] = dtype or ("auto" if adapted or quantization_config is not None else torch.float32)
+    if quantization_config is not None:
+        kwargs["quantization_config"] = quantization_config
+    kwargs.setdefault("trust_remote_code", options.trust_remote_code)
+    try:
+        return AutoModelForCausalLM.from_pretrained(source, **kwargs)
+    except Exception as error:
+        raise ModelError(f"`model` is {source!r}, which cannot be loaded: {_first_line(error)}") from error
+
+
+def _dropout(model: Any) -> float:
+    """Largest dropout probability that training would use: modules', and what attention reads from the config."""
+    rates = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
+    text = base_model(model).config.get_text_config()
+    return max([*rates, float(getattr(text, "attention_dropout", 0.0) or 0.0)])
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

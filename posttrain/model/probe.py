@@ -1,0 +1,159 @@
+"""Which layout can a model do exactly? Found by trying, at load, on a shrunken copy with random weights.
+
+Three sequences, two with a common prefix, all longer than the sliding window, are scored in the layout and one by one with the
+model's own logits. A layout is taken when the log-probabilities agree and every layer received its segments.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from posttrain.errors import LayoutError, ModelError
+from posttrain.model.attention import FOREST, Calls
+from posttrain.model.scoring import Scoring, bind_head, head_spec
+from posttrain.types import Layout, Segments, TokenBatch
+
+TOLERANCE = 2e-4
+"""Largest difference of a log-probability, in fp32."""
+
+WINDOW = 8
+"""Sliding window of the shrunken copy."""
+
+
+def choose_layout(model: PreTrainedModel, wanted: str = "auto") -> tuple[Layout, str]:
+    """Return the layout to use and why, e.g. ("packed", "probed: forest equals separate rows").
+
+    Raises `LayoutError` when the layout asked for is not exact for the model, `ModelError` when none is.
+    """
+    packed_reason = _cannot_pack(model)
+    candidates: list[Layout] = ["packed", "packed-unshared", "padded"]
+    if wanted != "auto":
+        candidates = [layout for layout in candidates if layout == wanted]
+    reasons = []
+    for layout in candidates:
+        reason = packed_reason if layout != "padded" and packed_reason else _probe(model, layout)
+        if reason is None:
+            return layout, "; ".join([*reasons, "probed: equals separate rows"])
+        reasons.append(f"{layout} is not exact ({reason})")
+    if wanted != "auto":
+        raise LayoutError(f"`layout={wanted!r}` cannot be used for {type(model).__name__}: {reasons[0]}. Use 'auto'.")
+    raise ModelError(f"`model`: no layout is exact for {type(model).__name__}: {'; '.join(reasons)}.")
+
+
+def _cannot_pack(model: PreTrainedModel) -> str | None:
+    """Reasons that a short probe would not meet."""
+    if not getattr(model, "_supports_attention_backend", False):
+        return "its attention takes no back end"
+    implementation = model.config._attn_implementation
+    if implementation not in ("sdpa", FOREST, None):
+        return f"`attn_implementation={implementation!r}` was asked for"
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type")} | {v.get("rope_type") for v in rope.values() if isinstance(v, dict)}
+    varying = kinds & {"longrope", "dynamic"}
+    return f"its {min(varying)} rotary frequencies depend on the row's length" if varying else None
+
+
+def shrunken(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the architecture: few layers (one of each type at least), a small vocabulary, a short window."""
+    config: Any = copy.deepcopy(model.config)
+    text = config.get_text_config()
+    _shrink(text)
+    text.vocab_size = 64
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(text, name, None)
+    config._attn_implementation = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # it would print the copy's generation config
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return type(model)(config).to(dtype=torch.float32).eval()
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+
+
+def _shrink(text: Any) -> None:
+    types = getattr(text, "layer_types", None)
+    if types:
+        first = sorted({types.index(kind) for kind in types} | {0, 1} & set(range(len(types))))
+        text.num_hidden_layers = len(first)
+        if "layer_types" in vars(text):  # elsewhere it follows from the number of layers
+            text.layer_types = [types[i] for i in first]
+    else:
+        text.num_hidden_layers = min(2, text.num_hidden_layers)
+    if getattr(text, "sliding_window", None):
+        text.sliding_window = min(WINDOW, text.sliding_window)
+    if getattr(text, "intermediate_size", None):
+        text.intermediate_size = min(64, text.intermediate_size)
+    for name in ("attention_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop"):
+        if getattr(text, name, None):
+            setattr(text, name, 0.0)
+
+
+def _probe(model: PreTrainedModel, layout: Layout) -> str | None:
+    """None when the layout is exact, else what went wrong."""
+    try:
+        small = shrunken(model)
+    except Exception as error:  # an architecture that cannot be rebuilt from its config
+        return f"its shrunken copy cannot be built: {type(error).__name__}: {error}"
+    if layout != "padded":
+        small.set_attn_implementation(FOREST)
+    bind_head(small, Scoring(layout, head_spec(small.config)))
+    batch, rows = _probe_batch(shared=layout == "packed")
+    before = Calls.forest
+    try:
+        with torch.no_grad():
+            got = small(token_batch=batch).logps
+            calls = Calls.forest - before
+            if layout != "padded":
+                small.set_attn_implementation("sdpa")
+            want = torch.cat([_own_logps(small, row) for row in rows])
+    except Exception as error:
+        logging.getLogger(__name__).debug("probe of %s failed", layout, exc_info=True)
+        return f"{type(error).__name__}: {error}"
+    layers = small.config.get_text_config().num_hidden_layers
+    if layout != "padded" and calls != layers:
+        return f"{calls} of {layers} layers use the attention interface"
+    difference = (got - want).abs().max().item()
+    return None if difference <= TOLERANCE else f"log-probabilities differ by {difference:.2g}"
+
+
+def _own_logps(model: PreTrainedModel, row: list[int]) -> torch.Tensor:
+    """log p of tokens 1… of a row, from the model's own logits."""
+    ids = torch.tensor([row])
+    logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+    return torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0]
+
+
+def _probe_batch(shared: bool) -> tuple[TokenBatch, list[list[int]]]:
+    """Sequences of 33, 29 and 21 tokens; the first two start with the same 13."""
+    ids = torch.randint(3, 60, (70,), generator=torch.Generator().manual_seed(1)).tolist()
+    rows = [ids[:33], ids[:13] + ids[33:49], ids[49:70]]
+    if shared:
+        segments, leaf = Segments((0, 13, 33, 49), (13, 33, 49, 70), (-1, 0, 0, -1)), (1, 2, 3)
+        tokens, positions = ids[:70], [*range(33), *range(13, 29), *range(21)]
+    else:
+        segments, leaf = Segments((0, 33, 62), (33, 62, 83), (-1, -1, -1)), (0, 1, 2)
+        tokens, positions = [t for row in rows for t in row], [p for row in rows for p in range(len(row))]
+    read_from = torch.cat([torch.from_numpy(segments.positions(k)[:-1]) for k in leaf])
+    targets = torch.tensor([t for row in rows for t in row[1:]])
+    sequence = torch.tensor([s for s, row in enumerate(rows) for _ in row[1:]])
+    batch = TokenBatch(
+        input_ids=torch.tensor(tokens),
+        position_ids=torch.tensor(positions),
+        segments=segments,
+        read_from=read_from,
+        targets=targets,
+        weights=torch.ones(len(targets)),
+        sequence=sequence,
+        leaf=leaf,
+        source=(-1, -1, -1),
+        unshared_tokens=83,
+    )
+    return batch, rows

@@ -1,0 +1,341 @@
+"""The one subclass of `transformers.Trainer`: a training step in two halves.
+
+    experience(window)        no grad, once for the whole accumulation window: what the loss needs but does not differentiate
+    unit(experience)          how many units of loss it holds
+    loss_step(model, exp)     grad: one forward and one pure loss, a *sum* over units
+
+Only the engine divides, once, by the units of the window over all ranks. So accumulation, micro-batch size, packing, world size,
+chunk size and token budget are memory knobs: they cannot change the result.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from transformers import ProgressCallback, Trainer
+from transformers.trainer_utils import EvalLoopOutput, set_seed
+
+from posttrain.data.forest import build_forest, split_forest
+from posttrain.data.sampling import Collator, RowItems
+from posttrain.errors import ConfigError, EmptyDataError, NonFiniteError, TrainingError
+from posttrain.parallel.ranks import all_max, all_sum, world_size
+from posttrain.trainer.callbacks import RichProgressCallback
+from posttrain.trainer.config import BaseConfig
+from posttrain.trainer.loading import eval_loader, train_loader
+from posttrain.trainer.meter import Meter
+from posttrain.trainer.predictions import Predictions
+from posttrain.trainer.randomness import preserved_rng
+from posttrain.types import LossOutput, Mean, TokenBatch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What `loss_step` gets: a batch, and in subclasses what `experience` found, aligned to its read-outs or sequences."""
+
+    batch: TokenBatch
+
+    def split(self, max_tokens: int) -> Sequence[Experience]:
+        """Pieces of at most `max_tokens` tokens, cut between units."""
+        return [replace(self, batch=piece) for piece in split_forest(self.batch, max_tokens)]
+
+    def to(self, device: torch.device) -> Experience:
+        return replace(self, batch=self.batch.to(device, non_blocking=True))
+
+
+@dataclass(frozen=True)
+class Window:
+    """What one optimizer step uses, over all ranks."""
+
+    units: float
+    sources: tuple[int, ...] = ()  # rows of the data set on this rank
+    measure: bool = False  # whether this step logs
+
+
+class Engine(Trainer, abc.ABC):
+    """Abstract trainer: leaves implement `experience`, `unit` and `loss_step`, and give it items to load."""
+
+    args: BaseConfig
+
+    def __init__(self, model: Any, args: BaseConfig, collator: Collator, **kwargs: Any) -> None:
+        _refuse(args)
+        self.collator = collator
+        self.meter = Meter()
+        self.window = Window(units=0.0)
+        self._window_loss: Tensor | float = 0.0
+        self._last_log = (time.perf_counter(), 0.0)
+        with preserved_rng():
+            super().__init__(model=model, args=args, **kwargs)
+        self.loss_is_scaled_for_ga = True
+        self.model_accepts_loss_kwargs = False
+        if not args.disable_tqdm:
+            self.remove_callback(ProgressCallback)
+            self.add_callback(RichProgressCallback)
+
+    # ---- what a method is --------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def experience(self, window: list[TokenBatch]) -> Sequence[Experience]:
+        """No grad: one experience for each micro-batch of the window."""
+
+    @abc.abstractmethod
+    def unit(self, exp: Any) -> Tensor:
+        """[] how many units of loss the experience holds."""
+
+    @abc.abstractmethod
+    def loss_step(self, model: Any, exp: Any) -> LossOutput:
+        """Grad: the summed loss of the experience, and metrics that add."""
+
+    @final
+    @property
+    def measuring(self) -> bool:
+        """Whether metrics that cost something are wanted: on steps that log, and in evaluation."""
+        return self.window.measure
+
+    # ---- the window: once per optimizer step -------------------------------------------------------------------------
+
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, Any]:
+        """Pull the window, run its no-grad half, and count its units over all ranks. Always `num_batches` micro-batches."""
+        window = [inputs["batch"] for inputs in (next(epoch_iterator, None) for _ in range(num_batches)) if inputs]
+        window += [build_forest([])] * (num_batches - len(window))
+        self._set_window(measure=self._next_step_logs(), sources=tuple(s for b in window for s in b.source))
+        micro = self._pieces(window, device)
+        counts = torch.stack([sum((self.unit(e) for m in micro for e in m), torch.zeros(())), _real_tokens(window)])
+        units, tokens = all_sum(counts.double().to(device)).tolist()
+        self._set_window(units=units)
+        self._window_loss = 0.0
+        self.state.num_input_tokens_seen += int(tokens)
+        self._measure_layout(window)
+        if units == 0:
+            logger.warning("step %d has no targets; its weights stay as they are", self.state.global_step + 1)
+        return [{"batch": pieces} for pieces in micro], units
+
+    def _set_window(self, **values: Any) -> None:
+        self.window = replace(self.window, **values)
+
+    def _pieces(self, window: list[TokenBatch], device: torch.device) -> list[list[Experience]]:
+        """Each micro-batch in pieces that fit the token budget; every rank as many, agreed before any forward."""
+        model_was_training = self.model.training
+        self.model.eval()
+        with torch.no_grad():
+            found = self.experience(window)
+        self.model.train(model_was_training)
+        budget = self.args.max_tokens_per_forward
+        pieces = [list(e.split(budget)) if budget else [e] for e in found]
+        if budget is None:
+            return pieces
+        agreed = all_max([len(p) for p in pieces], device)
+        return [p + [replace(p[0], batch=build_forest([]))] * (n - len(p)) for p, n in zip(pieces, agreed, strict=True)]
+
+    def _measure_layout(self, window: list[TokenBatch]) -> None:
+        laid = sum(batch.num_tokens for batch in window if batch.num_sequences)
+        unshared = sum(batch.unshared_tokens for batch in window)
+        self.meter.add({"shared_share": Mean(float(unshared - laid), float(unshared))})
+        padded = self._padded_tokens(window)
+        self.meter.add({"padding_share": Mean(float(padded), float(padded + laid))})
+
+    def _padded_tokens(self, window: list[TokenBatch]) -> int:
+        """Positions computed for nothing: none, unless the model needs the padded layout."""
+        if self.layout != "padded":
+            return 0
+        lengths = [[len(b.segments.positions(leaf)) for leaf in b.leaf] for b in window if b.num_sequences]
+        return sum(max(n) * len(n) - sum(n) for n in lengths)
+
+    layout: str = "packed"
+
+    def _next_step_logs(self) -> bool:
+        step, every = self.state.global_step + 1, self.state.logging_steps
+        if self.args.logging_strategy != "steps":
+            return True
+        return step % every == 0 if every else False
+
+    # ---- the step ----------------------------------------------------------------------------------------------------
+
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward of one micro-batch, piece by piece. Only the last piece of the last micro-batch
+        synchronises gradients: the caller's `no_sync` covers the other micro-batches, ours the other pieces."""
+        model.train()
+        pieces: list[Experience] = inputs["batch"]
+        total = torch.zeros((), device=self.args.device)
+        for i, piece in enumerate(pieces):
+            last = i == len(pieces) - 1
+            with contextlib.nullcontext() if last else self.accelerator.no_sync(model=model), self._offload():
+                with self.compute_loss_context_manager():
+                    loss = self.compute_loss(model, {"batch": piece.to(self.args.device)}, num_items_in_batch=None)
+                self.accelerator.backward(loss)
+            total += loss.detach()
+        self._window_loss += total
+        return total
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """total × R / units of the window, where R ranks average their gradients."""
+        output = self.loss_step(model, inputs["batch"])
+        self.meter.add(output.metrics)
+        loss = output.total * (world_size() / max(self.window.units, 1e-12))
+        return (loss, output) if return_outputs else loss
+
+    def _offload(self) -> contextlib.AbstractContextManager:
+        if not self.args.activation_offloading:
+            return contextlib.nullcontext()
+        return torch.autograd.graph.save_on_cpu(pin_memory=not self.args.use_cpu)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """The norm, after checks that stop a run before the optimizer takes a bad step."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        value, loss = float(norm), float(self._window_loss)
+        step = self.state.global_step + 1
+        if not (torch.isfinite(torch.tensor([value, loss])).all()):
+            raise NonFiniteError(
+                f"step {step}: loss {loss}, gradient norm {value}, from rows {_shown(self.window.sources)} of the "
+                f"training set on this rank. The weights are those of step {step - 1}; checkpoints in "
+                f"{self.args.output_dir!r} are unharmed. Lower `learning_rate` or look at these rows."
+            )
+        if self.window.units == 0:
+            model.zero_grad(set_to_none=True)  # the optimizer skips parameters without a gradient
+        elif value == 0.0 and step == 1:
+            raise TrainingError(
+                "step 1: no trainable weight received a gradient; check `peft_config` and what is frozen."
+            )
+        return norm
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As `transformers.Trainer.train`; a fresh run starts from `seed`, whatever was drawn before."""
+        if self.train_dataset is None:
+            raise ConfigError("`train_dataset` is None; give one, or call `evaluate`.")
+        if not resume_from_checkpoint:
+            set_seed(self.args.seed)
+        self._last_log = (time.perf_counter(), float(self.state.num_input_tokens_seen))
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    # ---- loaders -----------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> Any:
+        return train_loader(self.train_dataset, self.args, self.collator)  # pyright: ignore[reportArgumentType]
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        items = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(items, str):
+            items = self.eval_dataset[items]  # pyright: ignore[reportOptionalSubscript, reportArgumentType, reportCallIssue]
+        if items is None:
+            raise ConfigError("`eval_dataset` is None; give one to evaluate.")
+        if not isinstance(items, RowItems):
+            items = self.eval_items(items)
+        return eval_loader(items, self.args, self.collator)
+
+    def eval_items(self, dataset: Any) -> RowItems:
+        """Rows given to `evaluate`, prepared like those given at construction."""
+        raise ConfigError(f"`eval_dataset` is a {type(dataset).__name__}, which this trainer cannot prepare.")
+
+    # ---- evaluation --------------------------------------------------------------------------------------------------
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """The same two halves without grad. The loss is Σ total / Σ units over the whole set, whatever the batch size."""
+        model = self._evaluation_model(dataloader)
+        training_window, training_meter = self.window, self.meter
+        self.window, self.meter = Window(units=0.0, measure=True), Meter()
+        sums = torch.zeros(2, dtype=torch.float64)
+        rows = 0
+        predictions = Predictions(self.preprocess_logits_for_metrics) if self.compute_metrics else None
+        with torch.no_grad():
+            for inputs in dataloader:
+                rows += inputs["batch"].num_sequences
+                for piece in self._pieces([inputs["batch"]], self.args.device)[0]:
+                    output = self.loss_step(model, piece.to(self.args.device))
+                    self.meter.add(output.metrics)
+                    sums += torch.stack([output.total.double().cpu(), self.unit(piece).double().cpu()])
+                if predictions is not None:
+                    predictions.add(model, inputs["batch"].to(self.args.device))
+        total, units, count = all_sum(torch.cat([sums, torch.tensor([float(rows)])]).to(self.args.device)).tolist()
+        if units == 0:
+            raise EmptyDataError("`eval_dataset` has no targets; every row of it is masked or too short.")
+        means = {"loss": total / units, **self.meter.drain()}
+        self.window, self.meter = training_window, training_meter
+        logits, labels = None, None
+        if predictions is not None and self.compute_metrics is not None:
+            logits, labels, own = predictions.compute(self.compute_metrics)
+            means |= own
+        prefix = f"{metric_key_prefix}_"
+        metrics = {name if name.startswith(prefix) else prefix + name: value for name, value in means.items()}
+        return EvalLoopOutput(logits, labels, metrics, int(count))  # pyright: ignore[reportArgumentType]
+
+    def _evaluation_model(self, dataloader: Any) -> Any:
+        model = self._wrap_model(self.model, training=False, dataloader=dataloader)
+        if len(self.accelerator._models) == 0 and model is self.model:
+            model = self.accelerator.prepare_model(model, evaluation_mode=True)
+            self.model_wrapped = model if model is not self.model else self.model_wrapped
+        model.eval()
+        return model
+
+    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        raise ConfigError("`prediction_step` is not used: `evaluate` sums losses over the whole set.")
+
+    # ---- logs and counts ---------------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add what the meter holds to a training line: one reduction over the ranks, here and nowhere else."""
+        if "loss" in logs:
+            logs.update(self.meter.drain())
+            now, seen = time.perf_counter(), float(self.state.num_input_tokens_seen)
+            before, seen_before = self._last_log
+            logs["num_tokens"] = seen
+            logs["tokens_per_second"] = (seen - seen_before) / max(now - before, 1e-9)
+            self._last_log = (now, seen)
+        super().log(logs, start_time)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """6 operations a weight and token, over the tokens that are really laid."""
+        tokens = sum(piece.batch.num_tokens for piece in inputs["batch"])
+        return 6 * tokens * self._parameters
+
+    @property
+    def _parameters(self) -> int:
+        if "_parameter_count" not in self.__dict__:
+            self._parameter_count = sum(p.numel() for p in self.model.parameters())
+        return self._parameter_count
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Counted once for the window, in `get_batch_samples`."""
+
+    def _set_signature_columns_if_needed(self) -> None:
+        self._signature_columns = ["batch"]
+
+
+def _real_tokens(window: list[TokenBatch]) -> Tensor:
+    return torch.tensor(float(sum(batch.unshared_tokens for batch in window)))
+
+
+def _shown(sources: tuple[int, ...]) -> str:
+    return ", ".join(map(str, sources[:16])) + (f", … ({len(sources)} in all)" if len(sources) > 16 else "")
+
+
+def _refuse(args: BaseConfig) -> None:
+    """Fields of the base class that would be ignored, or would be wrong in a packed row."""
+    wrong = {
+        "label_smoothing_factor": args.label_smoothing_factor != 0,
+        "neftune_noise_alpha": args.neftune_noise_alpha is not None,
+        "torch_compile": args.torch_compile,
+        "auto_find_batch_size": args.auto_find_batch_size,
+        "ignore_data_skip": args.ignore_data_skip,
+        "dispatch_batches": bool(getattr(args.accelerator_config, "dispatch_batches", None)),
+    }
+    for name, bad in wrong.items():
+        if bad:
+            raise ConfigError(f"`{name}` is set, and this version does not support it; leave it out.")

@@ -1,0 +1,88 @@
+"""The engine's own data loaders: rank-aware, and never handed to accelerate, which repeats rows to even batches out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow.compute as pc
+from datasets import IterableDataset
+from torch.utils.data import DataLoader
+
+from posttrain.data.packing import plan_bins
+from posttrain.data.sampling import Collator, RowItems, StreamItems, WindowSampler, row_lengths
+from posttrain.errors import ConfigError, DataError, EmptyDataError
+from posttrain.parallel.ranks import rank, world_size
+
+
+def train_loader(items: RowItems | StreamItems, args: Any, collator: Collator) -> DataLoader:
+    """Micro-batches of one rank, each {"batch": TokenBatch}."""
+    if isinstance(items, StreamItems):
+        return DataLoader(items, batch_size=None, collate_fn=collator, **_worker_options(args, streaming=True))
+    strategy = args.train_sampling_strategy
+    if strategy not in ("random", "sequential", "group_by_length"):
+        raise ConfigError(f"`train_sampling_strategy` is {strategy!r}; expected random, sequential or group_by_length.")
+    seed = args.seed if args.data_seed is None else args.data_seed
+    sampler = WindowSampler(
+        len(items),
+        args.per_device_train_batch_size,
+        args.gradient_accumulation_steps,
+        world_size(),
+        rank(),
+        # Without padding there is nothing to gain from rows of like length: group_by_length is random here.
+        seed=None if strategy == "sequential" else seed,
+        costs=items.costs,
+        drop_last=args.dataloader_drop_last,
+    )
+    return DataLoader(items, batch_sampler=sampler, collate_fn=collator, **_worker_options(args))
+
+
+def eval_loader(items: RowItems, args: Any, collator: Collator) -> DataLoader:
+    """Micro-batches of one rank; the last ones may be empty, so that every rank has as many."""
+    sampler = WindowSampler(len(items), args.per_device_eval_batch_size, 1, world_size(), rank())
+    return DataLoader(items, batch_sampler=sampler, collate_fn=collator, **_worker_options(args))
+
+
+def _worker_options(args: Any, streaming: bool = False) -> dict[str, Any]:
+    workers = 0 if streaming else args.dataloader_num_workers
+    if streaming and args.dataloader_num_workers:
+        raise ConfigError("`dataloader_num_workers` must be 0 with streaming: each worker would read the whole stream.")
+    options: dict[str, Any] = {"num_workers": workers, "pin_memory": args.dataloader_pin_memory and not args.use_cpu}
+    if workers:
+        options["persistent_workers"] = args.dataloader_persistent_workers
+        options["prefetch_factor"] = args.dataloader_prefetch_factor
+    return options
+
+
+def make_items(rows: Any, args: Any, packing: bool, name: str) -> RowItems | StreamItems:
+    """Prepared rows → what the loader indexes: rows, or bins of `max_length` tokens packed over the whole set."""
+    capacity, strategy = (args.max_length, args.packing_strategy) if packing else (None, "bfd")
+    if isinstance(rows, IterableDataset):
+        if args.max_steps < 1:
+            raise ConfigError(
+                f"`max_steps` is {args.max_steps}; a streamed data set has no length: set the steps to run."
+            )
+        return StreamItems(
+            rows,
+            args.per_device_train_batch_size,
+            world_size(),
+            rank(),
+            capacity,
+            strategy,
+            on_empty=lambda: EmptyDataError(f"The {name} stream has no row with something to train."),
+        )
+    bins = None if capacity is None else plan_bins(row_lengths(rows), capacity, strategy)
+    return RowItems(rows, bins)
+
+
+def check_ids(items: Any, vocabulary: int) -> None:
+    """Raise `DataError` when a row holds a token id that the model has no embedding for."""
+    if not isinstance(items, RowItems):
+        return
+    ids = items.rows.with_format("arrow")[:]["input_ids"]
+    extremes = pc.min_max(pc.list_flatten(ids)).as_py()
+    if extremes["max"] >= vocabulary or extremes["min"] < 0:
+        bad = extremes["max"] if extremes["max"] >= vocabulary else extremes["min"]
+        raise DataError(
+            f"`input_ids` hold {bad}, and the model has {vocabulary} embeddings (0 … {vocabulary - 1}); give "
+            "`processing_class` the tokenizer that belongs to the model, or resize its embeddings."
+        )
