@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 KEYS = ("event", "person", "day", "time", "place")
-SYSTEM = "Turn the note into JSON with the keys event, person, day, time, place. Time is HH:MM. Unknown is null."
+SYSTEM = (
+    "Turn the note into JSON with the keys event, person, day, time, place. "
+    "Write the day in full. Use null for what the note does not say."
+)
 SEED = 7
 DATA = Path(__file__).parent / "data"
 
@@ -37,22 +40,33 @@ def listed(text: str) -> tuple[str, ...]:
 # What a pattern has no slot for is not said, so its value is null.
 TRAIN = Words(
     events=listed(
-        """dentist appointment, piano lesson, budget review, team lunch, yoga class, job interview, haircut,
-        parent meeting, project kickoff, book club, chess practice, guitar lesson, eye exam, sales call, board meeting,
-        birthday party, choir rehearsal, car inspection, coffee, dinner, breakfast, study group, flu shot, code review,
-        swimming lesson, wedding tasting, garden tour, movie night, quiz night, safety training, press briefing,
-        physics tutoring, design workshop, lease signing, tax consultation, dance class, vet visit, photo shoot,
-        product demo, staff meeting, brunch, tennis match, math exam, welcome drinks, blood test, house viewing,
-        band practice, planning session, poetry reading, farewell lunch, first aid course, radio interview,
-        bike repair, baking class, phone call, city walk, history lecture, neighbourhood meeting, road test,
-        spring cleaning"""
+        """piano lesson, guitar lesson, drum lesson, singing lesson, swimming lesson, driving lesson, French lesson,
+        riding lesson, yoga class, baking class, pottery class, dance class, drama class, judo class, sewing class,
+        budget review, code review, design review, contract review, safety review, quarterly review, board meeting,
+        staff meeting, parent meeting, neighbourhood meeting, project meeting, union meeting, dentist appointment,
+        hairdresser appointment, visa appointment, bank appointment, vet appointment, math exam, biology exam,
+        history exam, physics exam, eye exam, chess practice, band practice, tennis practice, archery practice,
+        hockey practice, birthday party, farewell party, engagement party, office party, pool party, sales call,
+        client call, investor call, status call, job interview, radio interview, exit interview, city tour,
+        factory tour, campus tour, brewery tour, photo workshop, writing workshop, woodworking workshop,
+        team lunch, business lunch, family dinner, award dinner, charity dinner, choir rehearsal, wedding rehearsal,
+        orchestra rehearsal, bike repair, laptop repair, car inspection, kitchen inspection, flu shot, blood test,
+        road test, haircut, coffee, brunch, breakfast, dinner, book club, film club, quiz night, movie night,
+        study group, product demo, first aid course, language course, safety training, sales training, house viewing,
+        lease signing, poetry reading, press briefing, history lecture, guest lecture, physics tutoring,
+        planning session, strategy session, welcome drinks, farewell lunch, tax consultation, legal consultation, spring cleaning,
+        volleyball match, football match, science fair, job fair, street festival, book signing, ticket pickup,
+        grocery delivery, furniture delivery, server upgrade, fire drill"""
     ),
     people=listed(
         """Anna, Marcus, Priya, Tom, Elena, Yusuf, Sofia, Liam, Mei, Carlos, Nadia, Oliver, Ingrid, Kofi, Hannah, Diego,
-        Fatima, Lucas, Aisha, Peter, Chloe, Ravi, Emma, Hugo, Zoe, Ben, Leila, Sam, Greta, Ivan, Dr. Lee, Dr. Novak,
-        Dr. Okafor, Dr. Brandt, Mr. Hill, Mr. Tanaka, Mr. Dubois, Mrs. Ortiz, Mrs. Kowalski, Mrs. Shah, Ms. Park,
-        Ms. Reyes, Ms. Lindqvist, Uncle Joe, Aunt Rosa, Coach Miller, Professor Adler, Grandma, Julia Stone,
-        Omar Haddad, Kate Moreau, Daniel Weiss, Nina Petrova, Paul Eriksen"""
+        Fatima, Lucas, Aisha, Peter, Chloe, Ravi, Emma, Hugo, Zoe, Ben, Leila, Sam, Greta, Ivan, Jonas, Tariq, Mabel,
+        Svetlana, Rashid, Ximena, Thandi, Walter, Adaeze, Bruno, Colette, Esther, Gareth, Helga, Isaac, Jamal, Keiko,
+        Lorenzo, Matilda, Nikolai, Pavel, Quentin, Roberta, Stefan, Ulrich, Vera, Winston, Yasmin,
+        Dr. Lee, Dr. Novak, Dr. Okafor, Dr. Brandt, Dr. Whitfield, Mr. Hill, Mr. Tanaka, Mr. Dubois, Mr. Abernathy,
+        Mrs. Ortiz, Mrs. Kowalski, Mrs. Shah, Mrs. Fairchild, Ms. Park, Ms. Reyes, Ms. Lindqvist, Uncle Joe, Aunt Rosa,
+        Coach Miller, Professor Adler, Grandma, Julia Stone, Omar Haddad, Kate Moreau, Daniel Weiss, Nina Petrova,
+        Paul Eriksen, Grace Mbeki, Arthur Finch"""
     ),
     places=listed(
         """the library, room 204, the Blue Door Cafe, the town hall, the north office, the gym, Maple Street School,
@@ -60,7 +74,9 @@ TRAIN = Words(
         Elm Street, the art studio, the clinic, the market square, the old mill, the conference room, the rooftop bar,
         the community centre, Pine Hill, the south campus, the bakery, the tennis club, room 318, the airport,
         Casa Verde, the Orchard Hotel, the theatre, lab 5, the post office, the Silver Fork, the playground,
-        the second floor, building C, the botanical garden, Lakeside Plaza, the pool"""
+        the second floor, building C, the botanical garden, Lakeside Plaza, the pool, room 51, lab 2, building K,
+        the bus stop, the warehouse, the courthouse, the chapel, the ferry terminal, the east wing, Juniper Hall,
+        the Crooked Spoon, the stadium, the bookshop, Oak Avenue, the cafeteria, the Hotel Astoria"""
     ),
     patterns=(
         "{event} {with} {on} {at} {in}",
@@ -131,21 +147,17 @@ HOURS = ("twelve", "one", "two", "three", "four", "five", "six", "seven", "eight
 MINUTES = (0, 0, 0, 30, 30, 15, 45, 10, 20, 40)
 
 
-def part_of_day(hour: int) -> str:
-    return "in the morning" if hour < 12 else "in the afternoon" if hour < 18 else "in the evening"
-
-
 def clock(hour: int, minute: int, rng: random.Random) -> str:
-    """3:30 pm, 15:30, half past three in the afternoon."""
+    """3:30 pm, 15:30, half past three."""
     hour12, half = hour % 12 or 12, "am" if hour < 12 else "pm"
     spoken = {0: "{} o'clock", 15: "quarter past {}", 30: "half past {}", 45: "quarter to {}"}
     style = rng.choice(("short", "short", "long", "spoken"))
-    if (hour, minute) == (12, 0) and style != "long":
-        return "noon"
     if style == "long":
         return f"{hour:02d}:{minute:02d}"
+    if style == "spoken" and (hour, minute) == (12, 0):
+        return "noon"
     if style == "spoken" and minute in spoken:
-        return f"{spoken[minute].format(HOURS[(hour + (minute == 45)) % 12])} {part_of_day(hour)}"
+        return spoken[minute].format(HOURS[(hour + (minute == 45)) % 12])
     space = rng.choice(("", " "))
     return f"{hour12}{space}{half}" if minute == 0 else f"{hour12}:{minute:02d}{space}{half}"
 
@@ -154,23 +166,25 @@ def day_said(day: str, rng: random.Random) -> str:
     return rng.choice((day, day, day, day[:3], f"next {day}", day.lower()))
 
 
+def preposition(place: str) -> str:
+    if "floor" in place:
+        return "on"
+    return "in" if place.startswith(("room", "lab", "building")) else "at"
+
+
 def note(words: Words, rng: random.Random) -> tuple[str, dict[str, str | None]]:
     """One sentence and the fields it says."""
     pattern = rng.choice(words.patterns)
     event, person, place = rng.choice(words.events), rng.choice(words.people), rng.choice(words.places)
-    day, hour, minute = rng.choice(DAYS), rng.randint(7, 20), rng.choice(MINUTES)
-    values = {"event": event, "person": person, "day": day, "time": f"{hour:02d}:{minute:02d}"}
-    values["place"] = place.removeprefix("the ")
-    said = {"event": event, "person": person, "day": day_said(day, rng), "time": clock(hour, minute, rng)}
-    said["place"] = place
+    day, time = rng.choice(DAYS), clock(rng.randint(7, 20), rng.choice(MINUTES), rng)
+    values = {"event": event, "person": person, "day": day, "time": time, "place": place.removeprefix("the ")}
+    said = values | {"day": day_said(day, rng), "place": place}
     phrases = {
         "with": ("person", f"with {person}", 0.7),
         "on": ("day", said["day"] if said["day"].startswith("next") else f"on {said['day']}", 0.85),
-        "at": ("time", f"at {said['time']}", 0.85),
-        "in": ("place", f"{'on' if 'floor' in place else 'at' if place.startswith('the ') else 'in'} {place}", 0.6),
+        "at": ("time", f"at {time}", 0.85),
+        "in": ("place", f"{preposition(place)} {place}", 0.6),
     }
-    if "Street" in place or "Road" in place or "Plaza" in place or place in ("Casa Verde", "Pine Hill"):
-        phrases["in"] = ("place", f"at {place}", 0.6)
     fields: dict[str, str | None] = dict.fromkeys(KEYS)
 
     def fill(match: re.Match[str]) -> str:
@@ -193,7 +207,6 @@ def tidy(text: str, rng: random.Random) -> str:
     text = re.sub(r" ([.,:!?])", r"\1", text)
     text = re.sub(r",([,.!?])", r"\1", text)
     text = re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", text)
-    text = text.replace("a coffee", "coffee")
     return text[0].upper() + text[1:] if rng.random() < 0.7 else text
 
 
@@ -222,7 +235,7 @@ def dump(rows: list[dict], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--train", type=int, default=600, help="training rows (default: %(default)s)")
+    parser.add_argument("--train", type=int, default=400, help="training rows (default: %(default)s)")
     parser.add_argument("--test", type=int, default=64, help="held-out rows (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=DATA, help="folder to write to (default: %(default)s)")
     args = parser.parse_args()
