@@ -54,9 +54,9 @@ TRAIN = Words(
         road test, haircut, coffee, brunch, breakfast, dinner, book club, film club, quiz night, movie night,
         study group, product demo, first aid course, language course, safety training, sales training, house viewing,
         lease signing, poetry reading, press briefing, history lecture, guest lecture, physics tutoring,
-        planning session, strategy session, welcome drinks, farewell lunch, tax consultation, legal consultation, spring cleaning,
-        volleyball match, football match, science fair, job fair, street festival, book signing, ticket pickup,
-        grocery delivery, furniture delivery, server upgrade, fire drill"""
+        planning session, strategy session, welcome drinks, farewell lunch, tax consultation, legal consultation,
+        spring cleaning, volleyball match, football match, science fair, job fair, street festival, book signing,
+        ticket pickup, grocery delivery, furniture delivery, server upgrade, fire drill"""
     ),
     people=listed(
         """Anna, Marcus, Priya, Tom, Elena, Yusuf, Sofia, Liam, Mei, Carlos, Nadia, Oliver, Ingrid, Kofi, Hannah, Diego,
@@ -235,7 +235,7 @@ def dump(rows: list[dict], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--train", type=int, default=400, help="training rows (default: %(default)s)")
+    parser.add_argument("--train", type=int, default=320, help="training rows (default: %(default)s)")
     parser.add_argument("--test", type=int, default=64, help="held-out rows (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=DATA, help="folder to write to (default: %(default)s)")
     args = parser.parse_args()
