@@ -2,7 +2,9 @@
 # make test    the whole test suite, slow tests included
 # make check   lint, format, types, import layers, size caps
 
-PYTHON ?= python3
+# The first interpreter that is new enough.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && exit; done; echo python3)
 VENV   := .venv
 BIN    := $(VENV)/bin
 # A smaller torch without CUDA: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -58,8 +60,9 @@ schema: $(STAMP)
 	$(BIN)/python -m posttrain.cli.schema
 
 bench-env: $(STAMP)
-	@echo "==> installing the benchmark tools"
+	@echo "==> installing the benchmark tools, and an environment for each library they compare"
 	@$(PIP) -e '.[bench]'
+	@TORCH_INDEX=$(TORCH_INDEX) $(BIN)/python benchmarks/peers.py
 
 clean:
 	rm -rf runs build dist .pytest_cache .ruff_cache
