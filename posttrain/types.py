@@ -126,7 +126,8 @@ class TokenObjective(Protocol):
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """What is asked of the head. Without an objective the log-probabilities carry the gradient; with one, `total` does."""
+    """What is asked of the head. Without an objective the log-probabilities carry the gradient; with one, `total`
+    does."""
 
     objective: TokenObjective | None = None
     entropy: bool = False

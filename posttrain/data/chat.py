@@ -121,7 +121,10 @@ def completion_spans(
     The prompt's part is the text the model is given at inference wherever the template repeats it.
     """
     text = template.render([*prompt, *completion])
-    border = common_prefix(text, open_prompt(template, prompt))
-    border = template.token_start(text, border)
+    opened = open_prompt(template, prompt)
+    border = common_prefix(text, opened)
+    if border < len(opened):
+        # The prompt opens more than the turn repeats (a thinking block, say): agreement by chance is no prompt.
+        border = template.clean_border(text, border)
     end = len(text.rstrip()) if template.facts.tail.strip() else len(text)
     return text, (border, max(border, end))

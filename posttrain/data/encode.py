@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from posttrain.data.spans import Span
 
 
@@ -22,6 +24,10 @@ class Draft:
     borders: tuple[int, ...] = ()
     plain: bool = False  # not rendered by a template: BOS is the tokenizer's to add, EOS ours
 
+    @property
+    def is_whole(self) -> bool:
+        return not self.borders and self.spans == [(0, len(self.text))]
+
 
 class Encoder:
     """A tokenizer and what it adds around plain text."""
@@ -34,97 +40,95 @@ class Encoder:
         # What follows the text (an EOS, on some tokenizers) is left out: `encode` adds exactly one itself.
         self.prefix = next((full[:i] for i in range(len(full)) if full[i : i + len(bare)] == bare), [])
 
-    def encode(self, drafts: Sequence[Draft]) -> list[tuple[list[int], list[float]]]:
-        """Return token ids and weights of each draft, in one call of the tokenizer."""
+    def encode(self, drafts: Sequence[Draft]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return token ids (int32) and weights (float32) of each draft, in one call of the tokenizer."""
         fast = bool(self.tokenizer.is_fast)
+        # Offsets cost as much as the tokens, and a row that is trained from end to end needs none.
+        wanted = fast and not all(draft.is_whole for draft in drafts)
         texts = [draft.text for draft in drafts]
-        out = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
+        out = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=wanted, verbose=False)
         rows = []
         for index, draft in enumerate(drafts):
-            if fast:
-                ids, weights = self._weigh(draft, out["input_ids"][index], out["offset_mapping"][index])
+            ids = np.asarray(out["input_ids"][index], dtype=np.int32)
+            if draft.is_whole:
+                weights = np.ones(len(ids), dtype=np.float32)
+            elif fast:
+                ids, weights = self._weigh(draft, ids, _pairs(out["offset_mapping"][index]))
             else:
                 ids, weights = self._pieces(draft)
-            rows.append(self._close(ids, weights, draft) if draft.plain else (ids, weights))
+            rows.append(self._close(ids, weights) if draft.plain else (ids, weights))
         return rows
 
-    def ids(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) if text else []
+    def _ids(self, text: str) -> np.ndarray:
+        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text else []
+        return np.asarray(ids, dtype=np.int32)
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    def _decode(self, ids: np.ndarray) -> str:
+        return self.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
 
-    def _close(self, ids: list[int], weights: list[float], draft: Draft) -> tuple[list[int], list[float]]:
-        if self.prefix and ids[: len(self.prefix)] != self.prefix:
-            ids = [*self.prefix, *ids]
-            weights = [0.0] * len(self.prefix) + weights
-        if self.eos is not None and (not ids or ids[-1] != self.eos):
-            ids = [*ids, self.eos]
-            weights = [*weights, 1.0]
+    def _close(self, ids: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if self.prefix and ids[: len(self.prefix)].tolist() != self.prefix:
+            ids = np.concatenate([np.asarray(self.prefix, dtype=np.int32), ids])
+            weights = np.concatenate([np.zeros(len(self.prefix), dtype=np.float32), weights])
+        if self.eos is not None and (not len(ids) or ids[-1] != self.eos):
+            ids = np.append(ids, np.int32(self.eos))
+            weights = np.append(weights, np.float32(1.0))
         return ids, weights
 
-    def _weigh(self, draft: Draft, ids: list[int], offsets: Sequence[Span]) -> tuple[list[int], list[float]]:
+    def _weigh(self, draft: Draft, ids: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         starts = _token_starts(offsets)
         for border in draft.borders:
-            lies_across = any(start < border < end for start, (_, end) in zip(starts, offsets, strict=True))
-            if lies_across and not self._is_true_border(draft.text, border, ids, starts):
+            across = (starts < border) & (border < offsets[:, 1])
+            if not across.any():
+                continue
+            before = self._ids(draft.text[:border])
+            if not np.array_equal(ids[: len(before)], before):
                 parts = self._pieces(draft)
                 # Some tokenizers write a space before every text they are given: the parts would then not add up.
                 if self._decode(parts[0]) == self._decode(ids):
                     return parts
-                starts = [border if s < border < e else s for s, (_, e) in zip(starts, offsets, strict=True)]
-        return list(ids), _inside(starts, draft.spans)
+                starts[across] = border
+            elif len(before) < len(starts):
+                # Offsets leave spaces out, so the token only seemed to lie across the border.
+                starts[len(before)] = max(starts[len(before)], border)
+        return ids, _inside(starts, draft.spans)
 
-    def _is_true_border(self, text: str, border: int, ids: list[int], starts: list[int]) -> bool:
-        """Whether the text before the border has the same ids alone. Offsets may leave out the spaces of a token, so a
-        token can seem to lie across a border when none does."""
-        before = self.ids(text[:border])
-        if ids[: len(before)] != before:
-            return False
-        if len(before) < len(starts) and starts[len(before)] < border:
-            starts[len(before)] = border
-        return True
-
-    def _pieces(self, draft: Draft) -> tuple[list[int], list[float]]:
+    def _pieces(self, draft: Draft) -> tuple[np.ndarray, np.ndarray]:
         """Tokenize the parts between borders on their own, as inference does."""
-        cuts = sorted({0, len(draft.text), *draft.borders})
+        cuts = {0, len(draft.text), *draft.borders}
         if not self.tokenizer.is_fast:
-            cuts = sorted({*cuts, *(place for span in draft.spans for place in span)})
-        ids: list[int] = []
-        weights: list[float] = []
-        for start, end in pairwise(cuts):
+            cuts |= {place for span in draft.spans for place in span}
+        ids, weights = [np.zeros(0, dtype=np.int32)], [np.zeros(0, dtype=np.float32)]
+        for start, end in pairwise(sorted(cuts)):
             part = draft.text[start:end]
             if self.tokenizer.is_fast:
                 out = self.tokenizer(part, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-                piece = list(out["input_ids"])
-                starts = [start + at for at in _token_starts(out["offset_mapping"])]
+                ids.append(np.asarray(out["input_ids"], dtype=np.int32))
+                starts = start + _token_starts(_pairs(out["offset_mapping"]))
             else:
-                piece = self.ids(part)
-                starts = [start] * len(piece)
-            ids += piece
-            weights += _inside(starts, draft.spans)
-        return ids, weights
+                ids.append(self._ids(part))
+                starts = np.full(len(ids[-1]), start)
+            weights.append(_inside(starts, draft.spans))
+        return np.concatenate(ids), np.concatenate(weights)
 
 
-def _token_starts(offsets: Sequence[Span]) -> list[int]:
+def _pairs(offsets: Sequence[Span]) -> np.ndarray:
+    return np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
+
+
+def _token_starts(offsets: np.ndarray) -> np.ndarray:
     """Where each token starts, spaces included: byte-level tokenizers leave a token's leading space out of its offset.
 
-    e.g. "a b" as (0, 1), (2, 3) -> [0, 1]
+    e.g. "a b" as [[0, 1], [2, 3]] -> [0, 1]
     """
-    starts: list[int] = []
-    end = 0
-    for start, stop in offsets:
-        starts.append(min(start, end))
-        end = max(end, stop)
-    return starts
+    ends = np.maximum.accumulate(offsets[:, 1])
+    return np.minimum(offsets[:, 0], np.concatenate([[0], ends[:-1]]) if len(ends) else ends)
 
 
-def _inside(starts: Sequence[int], spans: Sequence[Span]) -> list[float]:
-    """1.0 for each token that starts inside a span. Both are in order, so one pass is enough."""
-    weights: list[float] = []
-    index = 0
-    for start in starts:
-        while index < len(spans) and start >= spans[index][1]:
-            index += 1
-        weights.append(1.0 if index < len(spans) and start >= spans[index][0] else 0.0)
-    return weights
+def _inside(starts: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
+    """1.0 for each token that starts inside a span.
+
+    Borders of the spans lie flat and in order, so a token is inside when an odd number of them is at or before it.
+    """
+    borders = np.asarray([place for span in spans for place in span], dtype=np.int64)
+    return (np.searchsorted(borders, starts, side="right") % 2).astype(np.float32)

@@ -46,8 +46,9 @@ def build_forest(
 ) -> TokenBatch:
     """Lay sequences side by side, common prefixes once.
 
-    A read-out is made for every token after the first whose weight is not 0. `sources[s]` is the row of the data set that
-    sequence s came from. No rows give a batch of one token and no read-outs, so that a rank without data still runs.
+    A read-out is made for every token after the first whose weight is not 0. `sources[s]` is the row of the data set
+    that sequence s came from. No rows give a batch of one token and no read-outs, so that a rank without data still
+    runs.
 
     e.g. [1, 2, 3, 4] and [1, 2, 5] with min_shared=1 -> input_ids [1, 2, 3, 4, 5], position_ids [0, 1, 2, 3, 2],
     parent [-1, 0, 0]
@@ -174,7 +175,7 @@ def _select(batch: TokenBatch, sequences: list[int]) -> TokenBatch:
     kept = sorted({k for s in sequences for k in old.path(batch.leaf[s])})
     new = {k: i for i, k in enumerate(kept)}
     ends = np.cumsum([old.end[k] - old.start[k] for k in kept]).tolist()
-    segments = Segments(tuple([0, *ends[:-1]]), tuple(ends), tuple(new.get(old.parent[k], -1) for k in kept))
+    segments = Segments((0, *ends[:-1]), tuple(ends), tuple(new.get(old.parent[k], -1) for k in kept))
     index = torch.from_numpy(np.concatenate([np.arange(old.start[k], old.end[k]) for k in kept]))
     moved = torch.zeros(batch.num_tokens, dtype=torch.long)
     moved[index] = torch.arange(len(index))

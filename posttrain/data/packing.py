@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,9 +14,11 @@ from posttrain.errors import ConfigError, DataError, suggest
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Tokens [start, end) of a row of the data set. e.g. the first four tokens of row 2 -> Piece(2, 0, 4)"""
+class Piece(NamedTuple):
+    """Tokens [start, end) of a row of the data set. e.g. the first four tokens of row 2 -> Piece(2, 0, 4)
+
+    A tuple, since there is one a row: the garbage collector walks over millions of dataclasses again and again.
+    """
 
     row: int
     start: int
@@ -52,7 +53,7 @@ def _best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[Pie
             f"Row {row} has {int(sizes[row])} tokens and a bin holds {capacity}; cut long rows first, or use the "
             "strategy 'bfd_split' or 'wrapped'."
         )
-    return _fit((Piece(row, 0, int(size)) for row, size in enumerate(sizes)), sizes, capacity)
+    return _fit([Piece(row, 0, size) for row, size in enumerate(sizes.tolist())], sizes, capacity)
 
 
 def _split_and_fit(lengths: Sequence[int], capacity: int) -> list[list[Piece]]:
@@ -64,15 +65,14 @@ def _split_and_fit(lengths: Sequence[int], capacity: int) -> list[list[Piece]]:
     return _fit(pieces, np.asarray([p.end - p.start for p in pieces], dtype=np.int64), capacity)
 
 
-def _fit(pieces: Iterable[Piece], sizes: np.ndarray, capacity: int) -> list[list[Piece]]:
+def _fit(pieces: Sequence[Piece], sizes: np.ndarray, capacity: int) -> list[list[Piece]]:
     """Best fit decreasing. `spaces` lists the distinct free spaces in order and `open_bins` the bins having each: at
     most `capacity` entries, so a search is a bisection however many bins there are."""
-    in_order = list(pieces)
     bins: list[list[Piece]] = []
     spaces: list[int] = []
     open_bins: dict[int, list[int]] = {}
     for index in np.argsort(-sizes, kind="stable").tolist():
-        piece = in_order[index]
+        piece = pieces[index]
         size = piece.end - piece.start
         if size == 0:
             continue

@@ -193,7 +193,7 @@ class _Preparer:
         states = [state for _, _, state, _ in finished]
         cut = [lost for *_, lost in finished]
         tokens = [len(ids) for ids, *_ in finished]
-        targets = [sum(1 for w in weights if w) for _, weights, *_ in finished]
+        targets = [int(np.count_nonzero(weights)) for _, weights, *_ in finished]
         out = {
             "input_ids": [ids for ids, *_ in finished],
             "weights": [weights for _, weights, *_ in finished],
@@ -261,54 +261,52 @@ def _shown(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _tokenized(row: dict[str, Any], options: SFTRowOptions) -> tuple[list[int], list[float]]:
-    ids = row.get("input_ids")
-    if not isinstance(ids, (list, np.ndarray)):
-        raise DataError(f"column 'input_ids' holds {_shown(ids)}; write a list of token ids.")
-    ids = [int(token) for token in ids]
-    weights = [1.0] * len(ids)
+def _tokenized(row: dict[str, Any], options: SFTRowOptions) -> tuple[np.ndarray, np.ndarray]:
+    value = row.get("input_ids")
+    if not isinstance(value, (list, np.ndarray)):
+        raise DataError(f"column 'input_ids' holds {_shown(value)}; write a list of token ids.")
+    ids = np.asarray(value, dtype=np.int32)
+    weights = np.ones(len(ids), dtype=np.float32)
     labels = _aligned(row, "labels", len(ids))
     if labels is not None:
-        other = next((i for i, (t, l) in enumerate(zip(ids, labels, strict=True)) if l not in (-100, t)), None)
-        if other is not None:
+        others = np.flatnonzero((labels != -100) & (labels != ids))
+        if len(others):
+            at = int(others[0])
             raise DataError(
-                f"column 'labels' is {labels[other]} at token {other} and 'input_ids' is {ids[other]}; a label is the "
-                "token itself, or -100 to leave it out (do not shift them)."
+                f"column 'labels' is {labels[at]} at token {at} and 'input_ids' is {ids[at]}; a label is the token "
+                "itself, or -100 to leave it out (do not shift them)."
             )
-        weights = [0.0 if label == -100 else 1.0 for label in labels]
+        weights[labels == -100] = 0.0
     masks = [("completion_mask", options.completion_only_loss is not False)]
     masks.append(("assistant_masks", options.assistant_only_loss))
     for column, wanted in masks:
         mask = _aligned(row, column, len(ids)) if wanted else None
         if mask is not None:
-            weights = [weight if on else 0.0 for weight, on in zip(weights, mask, strict=True)]
+            weights[mask == 0] = 0.0
     real = _aligned(row, "attention_mask", len(ids))
-    if real is not None and not all(real):
-        # Padding never reaches the model, so it is taken out here.
-        ids = [token for token, on in zip(ids, real, strict=True) if on]
-        weights = [weight for weight, on in zip(weights, real, strict=True) if on]
-    return ids, weights
+    # Padding never reaches the model, so it is taken out here.
+    return (ids, weights) if real is None else (ids[real != 0], weights[real != 0])
 
 
-def _aligned(row: Mapping[str, Any], column: str, length: int) -> list[int] | None:
+def _aligned(row: Mapping[str, Any], column: str, length: int) -> np.ndarray | None:
     values = row.get(column)
     if values is None:
         return None
     if len(values) != length:
         raise DataError(f"column {column!r} has {len(values)} values and 'input_ids' {length}; write one a token.")
-    return [int(value) for value in values]
+    return np.asarray(values, dtype=np.int64)
 
 
-def _finish(ids: list[int], weights: list[float], options: SFTRowOptions) -> tuple[list[int], list[float], int, int]:
+def _finish(ids: np.ndarray, weights: np.ndarray, options: SFTRowOptions) -> tuple[np.ndarray, np.ndarray, int, int]:
     """Cut a row to the limit and say what became of it: (ids, weights, state, tokens cut)."""
-    had_targets = any(weights[1:])
+    had_targets = weights[1:].any()
     limit = None if options.keep_long else options.max_length
     lost = 0 if limit is None else max(0, len(ids) - limit)
     if lost:
         keep = slice(lost, None) if options.truncation_mode == "keep_end" else slice(0, limit)
         ids, weights = ids[keep], weights[keep]
-    # The first token has nothing before it to be predicted from.
-    weights = [0.0, *weights[1:]] if weights else []
-    if any(weights):
+    weights = weights.copy()
+    weights[:1] = 0.0  # the first token has nothing before it to be predicted from
+    if weights.any():
         return ids, weights, KEPT, lost
-    return [], [], FILLED if had_targets else MASKED, lost
+    return ids[:0], weights[:0], FILLED if had_targets else MASKED, lost

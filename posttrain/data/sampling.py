@@ -25,8 +25,8 @@ Item = list[tuple[Row, int]]
 class WindowSampler(BatchSampler):
     """Indices of this rank's micro-batches.
 
-    A window holds `batch_size × accumulation × world_size` items. With `costs` (tokens an item), the window's items are dealt
-    out so that micro-batches and ranks cost alike; which optimizer step an item belongs to does not change.
+    A window holds `batch_size × accumulation × world_size` items. With `costs` (tokens an item), the window's items
+    are dealt out so that micro-batches and ranks cost alike; which optimizer step an item belongs to does not change.
 
     e.g. 5 items, batch_size 2, 1 rank -> [0, 1], [2, 3], [4]
     """
@@ -106,13 +106,18 @@ class RowItems(Dataset):
 
 def row_lengths(rows: Any) -> list[int]:
     """Tokens of each prepared row."""
-    return pc.list_value_length(rows.with_format("arrow")[:]["input_ids"]).to_pylist() if len(rows) else []
+    return (
+        pc.call_function("list_value_length", [rows.with_format("arrow")[:]["input_ids"]]).to_pylist()
+        if len(rows)
+        else []
+    )
 
 
 class StreamItems(IterableDataset):
     """Micro-batches of a stream of prepared rows; the stream starts again when it ends.
 
-    Every rank reads the whole stream and keeps its own part. With a capacity, bins are packed over `buffer` rows at a time.
+    Every rank reads the whole stream and keeps its own part. With a capacity, bins are packed over `buffer` rows at a
+    time.
     """
 
     def __init__(

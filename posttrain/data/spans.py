@@ -136,7 +136,7 @@ class _Locator:
                 opens = self.template.token_start(opened, common_prefix(opened, base))
                 header = opened[opens:]
                 if shared >= opens:
-                    return self._clean_border(opens, min(shared, body))
+                    return self.template.clean_border(self.text, min(shared, body), opens)
         # The turns before this one read differently in a prefix (thinking is stripped from history): search.
         floor = max([self.previous_end, *(self._body(index - 1) or ())]) if index else 0
         for length in self._clean_lengths(header):
@@ -145,17 +145,11 @@ class _Locator:
                 return at + length
         return body
 
-    def _clean_border(self, start: int, end: int) -> int:
-        """The last place in text[start:end] where a header may end: after a token or a newline."""
-        lengths = self._clean_lengths(self.text[start:end], whole=False)
-        return start + (lengths[0] if lengths else 0)
-
-    def _clean_lengths(self, header: str, whole: bool = True) -> list[int]:
+    def _clean_lengths(self, header: str) -> list[int]:
+        """Lengths of `header` at which a shorter form of it may end, the longest first."""
         ends = {match.end() for match in self.template.tokens.finditer(header)}
         ends |= {match.end() for match in re.finditer("\n", header)}
-        if whole and header:
-            ends.add(len(header))
-        return sorted(ends, reverse=True)
+        return sorted(ends | {len(header)} - {0}, reverse=True)
 
     def _end(self, body: int, calls: bool) -> int:
         if not calls:

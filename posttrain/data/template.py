@@ -206,6 +206,11 @@ class Template:
     def marks_turns(self) -> bool:
         return re.search(r"\{%-?\s*generation\s*-?%\}", self.text) is not None
 
+    def clean_border(self, text: str, end: int, start: int = 0) -> int:
+        """The last place in text[start:end] where a header may end: after a token or a newline; else `start`."""
+        ends = [match.end() for match in self.tokens.finditer(text, start, end)]
+        return max([start, *ends[-1:], text.rfind("\n", start, end) + 1])
+
     def token_start(self, text: str, position: int) -> int:
         """`position`, moved back to the start of the token it lies inside of, if any.
 

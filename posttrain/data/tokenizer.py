@@ -11,8 +11,8 @@ from posttrain.errors import ConfigError, suggest
 def set_up_tokenizer(
     tokenizer: Any, eos_token: str | None = None, pad_token: str | None = None, chat_template_path: str | None = None
 ) -> Any:
-    """Apply the fields of a config to a tokenizer and return it. Padding falls back to the end token: padding is never a
-    target here, so an end token that pads is still trained where it ends a row.
+    """Apply the fields of a config to a tokenizer and return it. Padding falls back to the end token: padding is never
+    a target here, so an end token that pads is still trained where it ends a row.
 
     Raises `ConfigError` for a token that is not in the vocabulary, or a template that is not there.
     """

@@ -2,8 +2,8 @@
 
 Letters: N read-outs, n read-outs of a chunk, H hidden, V vocabulary.
 
-With logits z = softcap(scale · (h Wᵀ + b)) / temperature, the score of target t is log p_t = z_t − logsumexp(z), and a loss
-ℓ(log p_t) has dℓ/dz = ℓ'(log p_t) · (1[j = t] − p_j). When ℓ is known before the forward pass, dh = dz W and
+With logits z = softcap(scale · (h Wᵀ + b)) / temperature, the score of target t is log p_t = z_t − logsumexp(z), and a
+loss ℓ(log p_t) has dℓ/dz = ℓ'(log p_t) · (1[j = t] − p_j). When ℓ is known before the forward pass, dh = dz W and
 dW = dzᵀ h are formed while the chunk's logits are at hand: three V×H products a token, none repeated.
 """
 
@@ -50,9 +50,9 @@ def linear_scores(
 ) -> TokenScores:
     """Score the targets: hidden [N, H], weight [V, H], targets [N], bias [V] → fp32 scores [N].
 
-    With `request.objective` the gradient is formed here and `total` carries it; `logps` is then detached. Without, `logps`
-    carries it, and the chunk's logits are kept for the backward pass when they fit in `spec.memory_bytes`, else computed
-    again. Products run in the autocast dtype, or the weight's; the softmax in fp32.
+    With `request.objective` the gradient is formed here and `total` carries it; `logps` is then detached. Without,
+    `logps` carries it, and the chunk's logits are kept for the backward pass when they fit in `spec.memory_bytes`,
+    else computed again. Products run in the autocast dtype, or the weight's; the softmax in fp32.
     """
     grad = torch.is_grad_enabled()
     plan = _Plan(
@@ -153,7 +153,8 @@ class _Planned(torch.autograd.Function):
 
 
 class _Deferred(torch.autograd.Function):
-    """Gradient of each log-probability known only in the backward pass: chunks kept within the budget, else recomputed."""
+    """Gradient of each log-probability known only in the backward pass: chunks kept within the budget, else
+    recomputed."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: _Plan) -> Any:

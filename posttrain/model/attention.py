@@ -1,8 +1,8 @@
 """Forest attention: a token sees its ancestors and itself.
 
-Registered with transformers under `FOREST`. Called with `forest=Segments` (it travels as a keyword through the model, so that
-recomputation under checkpointing finds it), the keys of a segment are its ancestors' tokens followed by its own; called
-without, it is transformers' sdpa, masks included, so that `generate` and padded batches are what they were.
+Registered with transformers under `FOREST`. Called with `forest=Segments` (it travels as a keyword through the model,
+so that recomputation under checkpointing finds it), the keys of a segment are its ancestors' tokens followed by its
+own; called without, it is transformers' sdpa, masks included, so that `generate` and padded batches are what they were.
 
 Letters: T tokens, L own tokens of a segment, A tokens of its ancestors, D head size.
 """
@@ -96,8 +96,8 @@ def forest_attention(
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, dropout: float, scaling: float | None, window: int | None) -> Tensor:
-    """Attention of the last L of A + L positions to all up to themselves: the causal mask is aligned at the bottom right,
-    where SDPA's own flag aligns it at the top left."""
+    """Attention of the last L of A + L positions to all up to themselves: the causal mask is aligned at the bottom
+    right, where SDPA's own flag aligns it at the top left."""
     L, total = q.shape[2], k.shape[2]
     options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "enable_gqa": q.shape[1] != k.shape[1]}
     if total == L and (window is None or window >= L):

@@ -53,7 +53,18 @@ def base_model(model: Any) -> PreTrainedModel:
     return model.get_base_model() if is_adapted(model) else model
 
 
-def check_model_source(source: Any, trust_remote_code: bool = False, revision: str | None = None) -> None:
+def embedding_rows(prepared: Prepared) -> int:
+    """How many token ids the model has an embedding for."""
+    return int(prepared.base.get_input_embeddings().weight.shape[0])  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+
+
+def _hub_kwargs(options: LoadOptions) -> dict[str, Any]:
+    given = options.init_kwargs or {}
+    kept = {name: given[name] for name in ("revision", "trust_remote_code") if given.get(name) is not None}
+    return {"trust_remote_code": options.trust_remote_code, **kept}
+
+
+def check_model_source(source: Any, options: LoadOptions) -> None:
     """Raise `ModelError` for a folder or a name that holds no model, before anything expensive."""
     if not isinstance(source, str):
         return
@@ -68,16 +79,16 @@ def check_model_source(source: Any, trust_remote_code: bool = False, revision: s
             "is_trainable=True) and pass the object, or merge it first."
         )
     try:
-        AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, revision=revision or "main")
+        AutoConfig.from_pretrained(source, **_hub_kwargs(options))
     except Exception as error:
         raise ModelError(f"`model` is {source!r}, which cannot be read: {_first_line(error)}") from error
 
 
-def load_tokenizer(source: Any, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(source: Any, options: LoadOptions) -> Any:
     """The tokenizer that belongs to a model given by name, path or object."""
     name = source if isinstance(source, str) else base_model(source).config._name_or_path
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(name, **_hub_kwargs(options))
     except Exception as error:
         raise ModelError(
             f"`processing_class` was not given and {name!r} has no tokenizer that loads: {_first_line(error)}"

@@ -1,7 +1,7 @@
 """Which layout can a model do exactly? Found by trying, at load, on a shrunken copy with random weights.
 
-Three sequences, two with a common prefix, all longer than the sliding window, are scored in the layout and one by one with the
-model's own logits. A layout is taken when the log-probabilities agree and every layer received its segments.
+Three sequences, two with a common prefix, all longer than the sliding window, are scored in the layout and one by one
+with the model's own logits. A layout is taken when the log-probabilities agree and every layer received its segments.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def _cannot_pack(model: PreTrainedModel) -> str | None:
     implementation = model.config._attn_implementation
     if implementation not in ("sdpa", FOREST, None):
         return f"`attn_implementation={implementation!r}` was asked for"
-    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    rope: Any = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     kinds = {rope.get("rope_type")} | {v.get("rope_type") for v in rope.values() if isinstance(v, dict)}
-    varying = kinds & {"longrope", "dynamic"}
-    return f"its {min(varying)} rotary frequencies depend on the row's length" if varying else None
+    varying = sorted({"longrope", "dynamic"} & kinds)
+    return f"its {varying[0]} rotary frequencies depend on the row's length" if varying else None
 
 
-def shrunken(model: PreTrainedModel) -> PreTrainedModel:
+def shrunken(model: Any) -> PreTrainedModel:
     """A copy of the architecture: few layers (one of each type at least), a small vocabulary, a short window."""
     config: Any = copy.deepcopy(model.config)
     text = config.get_text_config()

@@ -8,7 +8,7 @@ weight.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
@@ -27,7 +27,7 @@ class Scoring:
     """How a model scores a batch: its layout, its head and its padding."""
 
     layout: Layout
-    spec: HeadSpec = HeadSpec()
+    spec: HeadSpec = field(default_factory=HeadSpec)
     padding_side: str = "right"
     pad_to_multiple_of: int | None = None
 
@@ -35,8 +35,8 @@ class Scoring:
 def head_spec(config: Any, chunk_tokens: int | None = None, memory_bytes: int = 256 << 20) -> HeadSpec:
     """Read from a model's config what follows its output projection.
 
-    Cohere multiplies by `logit_scale`, Granite divides by `logits_scaling`, Gemma caps with `final_logit_softcapping`. What
-    is missed here is caught by the probe, which compares with the model's own logits.
+    Cohere multiplies by `logit_scale`, Granite divides by `logits_scaling`, Gemma caps with `final_logit_softcapping`.
+    What is missed here is caught by the probe, which compares with the model's own logits.
     """
     text = config.get_text_config()
     scale = 1.0
@@ -54,8 +54,8 @@ def bind_head(model: PreTrainedModel, scoring: Scoring) -> None:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ModelError(
-            f"`model` is a {type(model).__name__} whose output projection is {type(head).__name__}, not a linear layer; "
-            "load it with AutoModelForCausalLM, and leave the head out of `lora_target_modules`."
+            f"`model` is a {type(model).__name__} whose output projection is {type(head).__name__}, not a linear "
+            "layer; load it with AutoModelForCausalLM, and leave the head out of `lora_target_modules`."
         )
     bound = "_posttrain_scoring" in model.__dict__
     object.__setattr__(model, "_posttrain_scoring", scoring)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from transformers import TrainingArguments
@@ -55,7 +55,7 @@ class BaseConfig(TrainingArguments):
     head_memory_mb: int = 256
     """Memory the head's chunk of logits may take, in MiB."""
 
-    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
 
     def __post_init__(self) -> None:
         if not torch.accelerator.is_available():

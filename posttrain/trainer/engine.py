@@ -1,11 +1,11 @@
 """The one subclass of `transformers.Trainer`: a training step in two halves.
 
-    experience(window)        no grad, once for the whole accumulation window: what the loss needs but does not differentiate
-    unit(experience)          how many units of loss it holds
+    experience(window)        no grad, once for the whole accumulation window: what the loss needs but does not
+    differentiate unit(experience)          how many units of loss it holds
     loss_step(model, exp)     grad: one forward and one pure loss, a *sum* over units
 
-Only the engine divides, once, by the units of the window over all ranks. So accumulation, micro-batch size, packing, world size,
-chunk size and token budget are memory knobs: they cannot change the result.
+Only the engine divides, once, by the units of the window over all ranks. So accumulation, micro-batch size, packing,
+world size, chunk size and token budget are memory knobs: they cannot change the result.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Experience:
-    """What `loss_step` gets: a batch, and in subclasses what `experience` found, aligned to its read-outs or sequences."""
+    """What `loss_step` gets: a batch, and in subclasses what `experience` found, aligned to its read-outs or
+    sequences."""
 
     batch: TokenBatch
 
@@ -64,7 +65,9 @@ class Window:
 class Engine(Trainer, abc.ABC):
     """Abstract trainer: leaves implement `experience`, `unit` and `loss_step`, and give it items to load."""
 
-    args: BaseConfig
+    args: BaseConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+    model: Any  # pyright: ignore[reportIncompatibleVariableOverride]
+    model_wrapped: Any
 
     def __init__(self, model: Any, args: BaseConfig, collator: Collator, **kwargs: Any) -> None:
         _refuse(args)
@@ -104,7 +107,8 @@ class Engine(Trainer, abc.ABC):
     # ---- the window: once per optimizer step -------------------------------------------------------------------------
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, Any]:
-        """Pull the window, run its no-grad half, and count its units over all ranks. Always `num_batches` micro-batches."""
+        """Pull the window, run its no-grad half, and count its units over all ranks. Always `num_batches`
+        micro-batches."""
         window = [inputs["batch"] for inputs in (next(epoch_iterator, None) for _ in range(num_batches)) if inputs]
         window += [build_forest([])] * (num_batches - len(window))
         self._set_window(measure=self._next_step_logs(), sources=tuple(s for b in window for s in b.source))
@@ -192,7 +196,7 @@ class Engine(Trainer, abc.ABC):
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """The norm, after checks that stop a run before the optimizer takes a bad step."""
-        norm = super()._get_grad_norm(model, grad_norm)
+        norm: Any = super()._get_grad_norm(model, grad_norm)
         value, loss = float(norm), float(self._window_loss)
         step = self.state.global_step + 1
         if not (torch.isfinite(torch.tensor([value, loss])).all()):
@@ -225,8 +229,8 @@ class Engine(Trainer, abc.ABC):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         items = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(items, str):
-            items = self.eval_dataset[items]  # pyright: ignore[reportOptionalSubscript, reportArgumentType, reportCallIssue]
+        if isinstance(items, str) and isinstance(self.eval_dataset, dict):
+            items = self.eval_dataset[items]
         if items is None:
             raise ConfigError("`eval_dataset` is None; give one to evaluate.")
         if not isinstance(items, RowItems):
@@ -247,7 +251,8 @@ class Engine(Trainer, abc.ABC):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """The same two halves without grad. The loss is Σ total / Σ units over the whole set, whatever the batch size."""
+        """The same two halves without grad. The loss is Σ total / Σ units over the whole set, whatever the batch
+        size."""
         model = self._evaluation_model(dataloader)
         training_window, training_meter = self.window, self.meter
         self.window, self.meter = Window(units=0.0, measure=True), Meter()
@@ -308,7 +313,7 @@ class Engine(Trainer, abc.ABC):
     @property
     def _parameters(self) -> int:
         if "_parameter_count" not in self.__dict__:
-            self._parameter_count = sum(p.numel() for p in self.model.parameters())
+            self._parameter_count = sum(p.numel() for p in self.model_wrapped.parameters())
         return self._parameter_count
 
     def _track_num_input_tokens(self, inputs: Any) -> None:

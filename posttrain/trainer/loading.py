@@ -79,7 +79,7 @@ def check_ids(items: Any, vocabulary: int) -> None:
     if not isinstance(items, RowItems):
         return
     ids = items.rows.with_format("arrow")[:]["input_ids"]
-    extremes = pc.min_max(pc.list_flatten(ids)).as_py()
+    extremes = pc.call_function("min_max", [pc.call_function("list_flatten", [ids])]).as_py()
     if extremes["max"] >= vocabulary or extremes["min"] < 0:
         bad = extremes["max"] if extremes["max"] >= vocabulary else extremes["min"]
         raise DataError(

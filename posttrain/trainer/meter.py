@@ -32,4 +32,4 @@ class Meter:
 
 
 def _number(value: Tensor | float) -> float:
-    return float(value.item()) if isinstance(value, Tensor) else float(value)
+    return float(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from posttrain.data.sampling import Collator, RowItems
 from posttrain.data.tokenizer import set_up_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.loss.nll import TOKEN_LOSSES
-from posttrain.model.load import check_model_source, load_tokenizer, prepare_model
+from posttrain.model.load import check_model_source, embedding_rows, load_tokenizer, prepare_model
 from posttrain.trainer.config import BaseConfig, load_options, share_prefixes
 from posttrain.trainer.engine import Engine, Experience
 from posttrain.trainer.loading import check_ids, make_items
@@ -44,7 +44,8 @@ class SFTConfig(BaseConfig):
     shuffle_dataset: bool = False
     """Shuffle the rows once, with `data_seed`, before packing."""
     packing: bool = False
-    """Fill bins of `max_length` tokens with whole rows; a micro-batch is then that many bins. Rows never see each other."""
+    """Fill bins of `max_length` tokens with whole rows; a micro-batch is then that many bins. Rows never see each
+    other."""
     packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = "bfd"
     """bfd: best fit decreasing, long rows cut. bfd_split: long rows continue in another bin. wrapped: rows cut at bin
     borders, so that every bin is full."""
@@ -61,7 +62,7 @@ class SFTConfig(BaseConfig):
     pad_token: str | None = None
     """Token used for padding. Unset: the tokenizer's, else its end token."""
 
-    _VALID_DICT_FIELDS = [*BaseConfig._VALID_DICT_FIELDS, "dataset_kwargs"]
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*BaseConfig._VALID_DICT_FIELDS, "dataset_kwargs"]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,8 +106,8 @@ class SFTTrainer(Engine):
                 raise ConfigError(
                     f"`{field}` is given; batches here are packed forests: leave it out, see docs/extending.md."
                 )
-        check_model_source(model, args.trust_remote_code, (args.model_init_kwargs or {}).get("revision"))  # pyright: ignore[reportAttributeAccessIssue]
-        tokenizer = processing_class or load_tokenizer(model, args.trust_remote_code)
+        check_model_source(model, load_options(args))
+        tokenizer = processing_class or load_tokenizer(model, load_options(args))
         self._tokenizer = set_up_tokenizer(tokenizer, args.eos_token, args.pad_token, args.chat_template_path)
         self._formatting_func, self._config = formatting_func, args
         train_items = None if train_dataset is None else self._items(train_dataset, "train", args.packing)
@@ -117,7 +118,7 @@ class SFTTrainer(Engine):
             eval_items = self.eval_items(eval_dataset)
         prepared = prepare_model(model, load_options(args), peft_config, quantization_config)
         self.layout = prepared.layout
-        vocabulary = prepared.base.get_input_embeddings().num_embeddings
+        vocabulary = embedding_rows(prepared)
         for items in (train_items, *(eval_items.values() if isinstance(eval_items, dict) else [eval_items])):
             check_ids(items, vocabulary)
         super().__init__(
