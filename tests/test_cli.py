@@ -223,7 +223,7 @@ def test_resume_from_a_file(tmp_path: Path):
     from posttrain.cli.schema import stored
 
     values = parse(["--config", str(file)], stored("sft"))
-    assert run.find_checkpoint(values["SFTConfig"]) == str(tmp_path / "checkpoint-1")
+    assert run.resume_folder(values["SFTConfig"]) == str(tmp_path / "checkpoint-1")
 
 
 def test_bool_buffers_are_left_out_of_ddp():

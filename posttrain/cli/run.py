@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.cli.parse import Values, construct
@@ -15,13 +14,12 @@ if TYPE_CHECKING:
 
 _QUANTIZED = ("load_in_4bit", "load_in_8bit")
 # What transformers' TrainingArguments falls back to; needed here before it can be imported.
-_OUTPUT_DIR = "trainer_output"
 
 
 def sft(values: Values) -> None:
     """`posttrain sft`."""
     check(values, "SFTConfig")
-    resume = find_checkpoint(values["SFTConfig"])
+    resume = resume_folder(values["SFTConfig"])
 
     from posttrain.data.config import DatasetMixtureConfig, ScriptArguments
     from posttrain.model.adapters import get_peft_config, get_quantization_config
@@ -103,25 +101,11 @@ def _check_adapter(model: dict[str, Any]) -> None:
             raise ConfigError(f"`{name}` is on, and quantized weights cannot be trained; set `use_peft` too.")
 
 
-def find_checkpoint(config: dict[str, Any]) -> str | None:
-    """The folder to resume from: `resume_from_checkpoint` is a path, or `true` or `last` for the newest."""
-    asked = config.get("resume_from_checkpoint")
-    if asked is None or asked.lower() == "false":
-        return None
-    if asked.lower() not in ("true", "last"):
-        if not _is_checkpoint(Path(asked)):
-            raise ConfigError(f"`resume_from_checkpoint` is {asked!r}; no checkpoint is there (trainer_state.json).")
-        return asked
-    folder = Path(config.get("output_dir") or _OUTPUT_DIR).expanduser()
-    # A run that was killed while it saved leaves a folder without its state, which is written last.
-    complete = [path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit() and _is_checkpoint(path)]
-    if not complete:
-        raise ConfigError(f"`resume_from_checkpoint` is {asked!r}, and `output_dir` ({folder}) holds no checkpoint.")
-    return str(max(complete, key=lambda path: int(path.name[11:])))
+def resume_folder(config: dict[str, Any]) -> str | None:
+    """The checkpoint the fields ask for, before anything heavy is imported."""
+    from posttrain.trainer.checkpoints import find_checkpoint
 
-
-def _is_checkpoint(path: Path) -> bool:
-    return (path / "trainer_state.json").is_file()
+    return find_checkpoint(config.get("resume_from_checkpoint"), config.get("output_dir"))
 
 
 # After

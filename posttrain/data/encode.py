@@ -16,12 +16,13 @@ from posttrain.data.spans import Span
 class Draft:
     """A row as text. `borders` are places no token may lie across: what stands before one is a prompt at inference.
 
-    e.g. prompt "x." and completion "mem" -> Draft("x.mem", [(2, 5)], (2,), plain=True)
+    e.g. prompt "x." and completion "mem" -> Draft("x.mem", [(2, 5)], (2,), is_pair=True, plain=True)
     """
 
     text: str
     spans: list[Span]
     borders: tuple[int, ...] = ()
+    is_pair: bool = False  # what stands before the border must have the ids it has alone, wherever they are cut
     plain: bool = False  # not rendered by a template: BOS is the tokenizer's to add, EOS ours
 
     @property
@@ -47,17 +48,29 @@ class Encoder:
         wanted = fast and not all(draft.is_whole for draft in drafts)
         texts = [draft.text for draft in drafts]
         out = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=wanted, verbose=False)
+        prompts = self._prompts(drafts) if fast else {}
         rows = []
         for index, draft in enumerate(drafts):
             ids = np.asarray(out["input_ids"][index], dtype=np.int32)
             if draft.is_whole:
                 weights = np.ones(len(ids), dtype=np.float32)
             elif fast:
-                ids, weights = self._weigh(draft, ids, _pairs(out["offset_mapping"][index]))
+                ids, weights = self._weigh(draft, ids, _pairs(out["offset_mapping"][index]), prompts.get(index))
             else:
                 ids, weights = self._pieces(draft)
             rows.append(self._close(ids, weights) if draft.plain else (ids, weights))
         return rows
+
+    def _prompts(self, drafts: Sequence[Draft]) -> dict[int, np.ndarray]:
+        """The ids each prompt of a pair has alone. They can differ from the start of the whole without any token across
+        the border: many tokenizers read "\\n\\n" as one token at the end and as two before a word."""
+        texts = {
+            at: draft.text[: draft.borders[0]] for at, draft in enumerate(drafts) if draft.is_pair and draft.borders
+        }
+        if not texts:
+            return {}
+        out = self.tokenizer(list(texts.values()), add_special_tokens=False, verbose=False)["input_ids"]
+        return {at: np.asarray(ids, dtype=np.int32) for at, ids in zip(texts, out, strict=True)}
 
     def _ids(self, text: str) -> np.ndarray:
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text else []
@@ -75,26 +88,33 @@ class Encoder:
             weights = np.append(weights, np.float32(1.0))
         return ids, weights
 
-    def _weigh(self, draft: Draft, ids: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _weigh(
+        self, draft: Draft, ids: np.ndarray, offsets: np.ndarray, prompt: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray]:
         starts = _token_starts(offsets)
         for border in draft.borders:
             across = (starts < border) & (border < offsets[:, 1])
-            if not across.any():
+            if prompt is None and not across.any():
                 continue
-            before = self._ids(draft.text[:border])
+            before = self._ids(draft.text[:border]) if prompt is None else prompt
             if not np.array_equal(ids[: len(before)], before):
-                parts = self._pieces(draft)
-                # Some tokenizers write a space before every text they are given: the parts would then not add up.
-                if self._decode(parts[0]) == self._decode(ids):
-                    return parts
+                # Some tokenizers write a space before every text they are given: the parts must add up to the whole.
+                for anchor in (self.tokenizer.eos_token or "", ""):
+                    parts = self._pieces(draft, anchor)
+                    if self._decode(parts[0]) == self._decode(ids):
+                        return parts
                 starts[across] = border
-            elif len(before) < len(starts):
+            elif across.any() and len(before) < len(starts):
                 # Offsets leave spaces out, so the token only seemed to lie across the border.
                 starts[len(before)] = max(starts[len(before)], border)
         return ids, _inside(starts, draft.spans)
 
-    def _pieces(self, draft: Draft) -> tuple[np.ndarray, np.ndarray]:
-        """Tokenize the parts between borders on their own, as inference does."""
+    def _pieces(self, draft: Draft, anchor: str = "") -> tuple[np.ndarray, np.ndarray]:
+        """Tokenize the parts between borders on their own, as inference does.
+
+        With an anchor, a special token stands before every part but the first and is taken off again: the part is then
+        read as the middle of a text, not as its beginning.
+        """
         cuts = {0, len(draft.text), *draft.borders}
         if not self.tokenizer.is_fast:
             cuts |= {place for span in draft.spans for place in span}
@@ -102,9 +122,11 @@ class Encoder:
         for start, end in pairwise(sorted(cuts)):
             part = draft.text[start:end]
             if self.tokenizer.is_fast:
-                out = self.tokenizer(part, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-                ids.append(np.asarray(out["input_ids"], dtype=np.int32))
-                starts = start + _token_starts(_pairs(out["offset_mapping"]))
+                lead = anchor if start else ""
+                out = self.tokenizer(lead + part, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+                skip = 1 if lead else 0
+                ids.append(np.asarray(out["input_ids"], dtype=np.int32)[skip:])
+                starts = start - len(lead) + _token_starts(_pairs(out["offset_mapping"]))[skip:]
             else:
                 ids.append(self._ids(part))
                 starts = np.full(len(ids[-1]), start)

@@ -227,7 +227,7 @@ class _Preparer:
         prompt, completion = _text(row, "prompt"), _text(row, "completion")
         start = 0 if self.options.completion_only_loss is False else len(prompt)
         whole = prompt + completion
-        return Draft(whole, [(start, len(whole))], (len(prompt),) if prompt else (), plain=True)
+        return Draft(whole, [(start, len(whole))], (len(prompt),) if prompt else (), is_pair=True, plain=True)
 
     def _chat(self, row: dict[str, Any]) -> Draft:
         template = template_of(self.encoder.tokenizer, row)
@@ -247,7 +247,7 @@ class _Preparer:
             _, turns = chat_spans(template, [*prompt, *completion])
             low = spans[0][0]
             spans = [(max(start, low), stop) for start, stop in turns if stop > low]
-        return Draft(text, spans, (border,) if border else ())
+        return Draft(text, spans, (border,) if border else (), is_pair=True)
 
 
 def _text(row: Mapping[str, Any], column: str) -> str:

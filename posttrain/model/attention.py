@@ -10,10 +10,13 @@ Letters: T tokens, L own tokens of a segment, A tokens of its ancestors, D head 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -80,6 +83,8 @@ def forest_attention(
             "`layout='packed'`: this model's attention is not causal over one row; set `layout='padded'`."
         )
     Calls.forest += 1
+    if _can_use_varlen(query, dropout):
+        return _varlen(query, key, value, forest, scaling, sliding_window), None
     sizes = [end - start for start, end in zip(forest.start, forest.end, strict=True)]
     queries, keys, values = (x.split(sizes, dim=2) for x in (query, key, value))
     outputs = []
@@ -117,6 +122,53 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, dropout: float, scaling: float | No
             F.scaled_dot_product_attention(q[:, :, start:stop], k[:, :, part], v[:, :, part], attn_mask=mask, **options)
         )
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
+
+
+def _can_use_varlen(query: Tensor, dropout: float) -> bool:
+    """torch's variable-length flash attention: CUDA, half precision, no dropout."""
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, forest: Segments, scaling: float | None, window: int | None
+) -> Tensor:
+    """All segments in one call → [1, T, heads, D]. Its causal mask is aligned at the bottom right."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    plan = _varlen_plan(forest, query.device)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if plan.keys is not None:
+        k, v = k.index_select(0, plan.keys), v.index_select(0, plan.keys)
+    left = -1 if window is None else window - 1
+    out = varlen_attn(
+        *(q.contiguous(), k.contiguous(), v.contiguous(), plan.cu_seq_q, plan.cu_seq_k, plan.max_q, plan.max_k),
+        scale=scaling,
+        window_size=(left, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    assert isinstance(out, Tensor)
+    return out[None]
+
+
+@dataclass(frozen=True)
+class _VarlenPlan:
+    keys: Tensor | None  # [Tk] positions of all segments' keys, end to end; None when every segment is a root
+    cu_seq_q: Tensor  # [K + 1]
+    cu_seq_k: Tensor  # [K + 1]
+    max_q: int
+    max_k: int
+
+
+@functools.lru_cache(maxsize=8)
+def _varlen_plan(forest: Segments, device: torch.device) -> _VarlenPlan:
+    """Built once a micro-batch and used by every layer."""
+    seen = [forest.positions(k) for k in range(len(forest.start))]
+    own = [end - start for start, end in zip(forest.start, forest.end, strict=True)]
+    lengths = [len(positions) for positions in seen]
+    shared = any(up >= 0 for up in forest.parent)
+    keys = torch.from_numpy(np.concatenate(seen)).to(device) if shared else None
+    cu_q, cu_k = (torch.from_numpy(np.cumsum([0, *n]).astype(np.int32)).to(device) for n in (own, lengths))
+    return _VarlenPlan(keys, cu_q, cu_k, max(own), max(lengths))
 
 
 AttentionInterface.register(FOREST, forest_attention)

@@ -55,7 +55,8 @@ def base_model(model: Any) -> PreTrainedModel:
 
 def embedding_rows(prepared: Prepared) -> int:
     """How many token ids the model has an embedding for."""
-    return int(prepared.base.get_input_embeddings().weight.shape[0])  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+    weight: Any = prepared.base.get_input_embeddings().weight
+    return int(weight.shape[0])
 
 
 def _hub_kwargs(options: LoadOptions) -> dict[str, Any]:

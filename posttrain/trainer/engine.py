@@ -28,6 +28,7 @@ from posttrain.data.sampling import Collator, RowItems
 from posttrain.errors import ConfigError, EmptyDataError, NonFiniteError, TrainingError
 from posttrain.parallel.ranks import all_max, all_sum, world_size
 from posttrain.trainer.callbacks import RichProgressCallback
+from posttrain.trainer.checkpoints import find_checkpoint
 from posttrain.trainer.config import BaseConfig
 from posttrain.trainer.loading import eval_loader, train_loader
 from posttrain.trainer.meter import Meter
@@ -217,10 +218,12 @@ class Engine(Trainer, abc.ABC):
         """As `transformers.Trainer.train`; a fresh run starts from `seed`, whatever was drawn before."""
         if self.train_dataset is None:
             raise ConfigError("`train_dataset` is None; give one, or call `evaluate`.")
-        if not resume_from_checkpoint:
+        asked = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        checkpoint = find_checkpoint(asked, self.args.output_dir)
+        if checkpoint is None:
             set_seed(self.args.seed)
         self._last_log = (time.perf_counter(), float(self.state.num_input_tokens_seen))
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        return super().train(checkpoint, *args, **kwargs)
 
     # ---- loaders -----------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,14 @@ from posttrain.errors import ConfigError, DataError, EmptyDataError
 from posttrain.parallel.ranks import rank, world_size
 
 
+class EpochLoader(DataLoader):
+    """A loader that tells its sampler the epoch; the base class asks the loader, not the sampler."""
+
+    def set_epoch(self, epoch: int) -> None:
+        if isinstance(self.batch_sampler, WindowSampler):
+            self.batch_sampler.set_epoch(epoch)
+
+
 def train_loader(items: RowItems | StreamItems, args: Any, collator: Collator) -> DataLoader:
     """Micro-batches of one rank, each {"batch": TokenBatch}."""
     if isinstance(items, StreamItems):
@@ -33,7 +41,7 @@ def train_loader(items: RowItems | StreamItems, args: Any, collator: Collator) -
         costs=items.costs,
         drop_last=args.dataloader_drop_last,
     )
-    return DataLoader(items, batch_sampler=sampler, collate_fn=collator, **_worker_options(args))
+    return EpochLoader(items, batch_sampler=sampler, collate_fn=collator, **_worker_options(args))
 
 
 def eval_loader(items: RowItems, args: Any, collator: Collator) -> DataLoader:

@@ -1,0 +1,41 @@
+"""Which checkpoint to resume from. Its state file is written last: a folder without a whole one is half-written."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+from posttrain.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def find_checkpoint(asked: str | bool | None, output_dir: str | None) -> str | None:
+    """The folder to resume from: `asked` is a path, or true or "last" for the newest complete one in `output_dir`.
+
+    Raises `ConfigError` naming `resume_from_checkpoint` when there is none.
+    """
+    word = str(asked).lower()
+    if word in ("none", "false"):
+        return None
+    if word not in ("true", "last"):
+        if not is_complete(Path(str(asked))):
+            raise ConfigError(f"`resume_from_checkpoint` is {asked!r}; no checkpoint is there (no complete trainer_state.json).")
+        return str(asked)
+    folder = Path(output_dir or "trainer_output").expanduser()
+    steps = {int(path.name[11:]): path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()}
+    for step in sorted(steps, reverse=True):
+        if is_complete(steps[step]):
+            return str(steps[step])
+        logger.warning("%s is half-written; looking for an older checkpoint", steps[step])
+    raise ConfigError(f"`resume_from_checkpoint` is {asked!r}, and `output_dir` ({folder}) holds no checkpoint.")
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether the folder holds a checkpoint that was written to its end."""
+    try:
+        json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return True
