@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 CHATML = (
@@ -69,6 +69,21 @@ def byte_tokenizer(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, core.token_to_id(bos))]
         )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token=bos, eos_token=eos, pad_token=pad)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def word_tokenizer(texts: Iterable[str], template: str | None = CHATML) -> PreTrainedTokenizerFast:
+    """A small BPE trained on `texts`, cut into words as GPT-2's is: spaces go with the word after them, and newlines
+    before a word are read one by one."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.post_processor = processors.ByteLevel(trim_offsets=True)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    core.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
+    core.add_special_tokens(["<pad>", *CHATML_TOKENS])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<pad>")
     tokenizer.chat_template = template
     return tokenizer
 

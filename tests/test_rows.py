@@ -5,7 +5,16 @@ from __future__ import annotations
 import json
 
 import pytest
-from data_fixtures import CHATML, CHATML_MARKED, CHATML_TOOLS, LLAMA2, byte_tokenizer, trained_text
+from data_fixtures import (
+    CHATML,
+    CHATML_MARKED,
+    CHATML_TOOLS,
+    LLAMA2,
+    THINKING,
+    byte_tokenizer,
+    trained_text,
+    word_tokenizer,
+)
 from datasets import Dataset, IterableDataset
 
 from posttrain.data.rows import SFTRowOptions, prepare_sft
@@ -183,6 +192,41 @@ def test_c15_merge_across_the_border():
     assert tokenizer.decode(ids) == "x.mem<|im_end|>"
     rows, _ = prepare([{"prompt": "x.", "completion": "em"}], tokenizer)
     assert rows[0]["input_ids"][:3] == tokenizer.encode("x.em")  # no merge across: one tokenization
+
+
+def test_c15_prompt_ids_that_depend_on_what_follows():
+    tokenizer = word_tokenizer(["question\n\n", "answer how\n\n"] * 20)
+    alone, whole = tokenizer.encode("question\n\n"), tokenizer.encode("question\n\nanswer")
+    assert whole[: len(alone)] != alone  # "\n\n" is one token at the end, two before a word
+    rows, _ = prepare([{"prompt": "question\n\n", "completion": "answer how"}], tokenizer)
+    assert rows[0]["input_ids"][: len(alone)] == alone
+    assert trained_text(tokenizer, rows[0]["input_ids"], rows[0]["weights"]) == ["answer how<|im_end|>"]
+
+
+def test_c15_spaces_at_the_border_of_a_word_tokenizer():
+    tokenizer = word_tokenizer(["the cat sat on the mat"] * 20)
+    for prompt, completion in (("the", " cat"), ("the ", "cat"), ("the  ", " cat"), ("", "cat")):
+        rows, _ = prepare([{"prompt": prompt, "completion": completion}], tokenizer)
+        ids, weights = rows[0]["input_ids"], rows[0]["weights"]
+        before = tokenizer.encode(prompt)
+        assert ids[: len(before)] == before
+        assert tokenizer.decode(ids) == f"{prompt}{completion}<|im_end|>"
+        assert weights == [0] * max(1, len(before)) + [1] * (len(ids) - max(1, len(before)))
+
+
+def test_pairs_of_a_template_that_writes_an_empty_thinking_block():
+    tokenizer = byte_tokenizer(template=THINKING)
+    rows, _ = prepare([{"prompt": [user("a")], "completion": [says("b")]}], tokenizer)
+    opened = tokenizer.apply_chat_template([user("a")], add_generation_prompt=True)["input_ids"]
+    assert rows[0]["input_ids"][: len(opened)] == opened
+    assert trained_text(tokenizer, rows[0]["input_ids"], rows[0]["weights"]) == ["<think>\n\n</think>\n\nb<|im_end|>"]
+
+
+def test_pairs_of_a_template_whose_prompt_opens_more_than_the_turn_repeats():
+    opens = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
+    tokenizer = byte_tokenizer(template=opens)
+    rows, _ = prepare([{"prompt": [user("a")], "completion": [says("<b>")]}], tokenizer)
+    assert trained_text(tokenizer, rows[0]["input_ids"], rows[0]["weights"]) == ["<b><|im_end|>"]
 
 
 def test_c15_merge_across_the_header_of_a_turn():
