@@ -1,0 +1,115 @@
+"""What the laws run: a trainer on a 2-layer random fp32 model, and what it did.
+
+A new trainer joins the laws with one row in `TRAINERS`: a function that takes config fields, a model and rows, and
+returns a trainer that is ready to train.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from data_fixtures import byte_tokenizer
+from tiny import tiny_model, token_rows
+from torch import Tensor
+from transformers import TrainerCallback
+
+from posttrain import SFTConfig, SFTTrainer
+
+# A run of a trainer collects garbage; without this it looks at every object of torch and transformers each time.
+gc.collect()
+gc.freeze()
+
+FIELDS: dict[str, Any] = {
+    "per_device_train_batch_size": 2,
+    "max_steps": 3,
+    # Plain gradient descent: Adam divides by the gradient's size, which would blow rounding up.
+    "optim": "sgd",
+    "learning_rate": 0.5,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "seed": 0,
+}
+
+
+@dataclass
+class Run:
+    """What a training run did."""
+
+    losses: list[float] = field(default_factory=list)  # one a log line
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # of the first optimizer step, before clipping
+    weights: dict[str, Tensor] = field(default_factory=dict)  # at the end
+    logs: list[dict[str, float]] = field(default_factory=list)
+
+
+class _FirstGradients(TrainerCallback):
+    def __init__(self) -> None:
+        self.found: dict[str, Tensor] = {}
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if not self.found:
+            self.found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def run(trainer: Any, resume: str | None = None) -> Run:
+    """Train, and gather what happened."""
+    first = _FirstGradients()
+    trainer.add_callback(first)
+    trainer.train(resume_from_checkpoint=resume)
+    logs = [line for line in trainer.state.log_history if "loss" in line]
+    weights = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    return Run([line["loss"] for line in logs], first.found, weights, logs)
+
+
+def sft(
+    model: Any = None,
+    rows: Any = None,
+    eval_rows: Any = None,
+    peft_config: Any = None,
+    packing: bool = False,
+    **fields: Any,
+) -> SFTTrainer:
+    """An SFT trainer on a tiny Qwen3, 12 rows of 4 to 24 tokens of which a third is masked."""
+    fields = FIELDS | fields
+    fields.setdefault("output_dir", tempfile.mkdtemp(prefix="posttrain-"))
+    return SFTTrainer(
+        tiny_model("qwen3") if model is None else model,
+        SFTConfig(packing=packing, max_length=64, **fields),
+        train_dataset=token_rows() if rows is None else rows,
+        eval_dataset=eval_rows,
+        processing_class=byte_tokenizer(),
+        peft_config=peft_config,
+    )
+
+
+TRAINERS: dict[str, Callable[..., Any]] = {"sft": sft}
+
+
+def same(a: Run, b: Run, tolerance: float = 1e-5) -> None:
+    """Losses, gradients and weights agree, relative to the largest of each. Raises AssertionError."""
+    assert len(a.losses) == len(b.losses) > 0
+    torch.testing.assert_close(torch.tensor(a.losses), torch.tensor(b.losses), rtol=tolerance, atol=0)
+    for left, right in ((a.gradients, b.gradients), (a.weights, b.weights)):
+        assert left.keys() == right.keys() and left
+        for name, value in left.items():
+            scale = max(value.abs().max().item(), 1e-3)
+            torch.testing.assert_close(value, right[name], rtol=0, atol=tolerance * scale, msg=lambda m, n=name: n + m)
+
+
+def bit_equal(a: Run, b: Run) -> None:
+    """Losses and weights are the same bits."""
+    assert a.losses == b.losses
+    assert a.weights.keys() == b.weights.keys()
+    for name, value in a.weights.items():
+        assert torch.equal(value, b.weights[name]), name

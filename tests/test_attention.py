@@ -1,0 +1,233 @@
+"""Forest attention against separate rows: hidden states, log-probabilities and gradients of every parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import posttrain.model.attention as attention
+from posttrain.data.forest import build_forest
+from posttrain.errors import LayoutError
+from posttrain.model.attention import FOREST, forest_attention
+from posttrain.model.scoring import Scoring, bind_head
+from posttrain.types import Row, ScoreRequest, Segments, TokenBatch
+
+FAMILIES = ["llama", "qwen2", "qwen3", "gemma3"]
+TOLERANCE = 1e-5
+
+
+def bound(family: str, **overrides: Any) -> Any:
+    """A tiny model that scores packed batches."""
+    model = tiny_model(family, **overrides)
+    model.set_attn_implementation(FOREST)
+    bind_head(model, Scoring("packed"))
+    return model
+
+
+def sequences() -> list[list[int]]:
+    """A tree of prefixes, all longer than Gemma's window of 8:
+
+    A: prompt 34, answers of 20 and 7; the second of them goes on in two ways; a sequence that ends inside another;
+    B: 31 tokens of its own.
+    """
+    ids = torch.randint(3, 300, (160,), generator=torch.Generator().manual_seed(0)).tolist()
+    prompt, deeper = ids[:34], ids[54:61]
+    return [
+        prompt + ids[34:54],
+        prompt + deeper + ids[61:75],
+        prompt + deeper + ids[75:79],
+        (prompt + deeper)[:38],
+        ids[100:131],
+    ]
+
+
+def forest() -> TokenBatch:
+    return build_forest([Row(ids, [0.0] + [1.0] * (len(ids) - 1)) for ids in sequences()], min_shared=1)
+
+
+def close(got: Tensor, want: Tensor, name: str = "") -> None:
+    scale = max(want.abs().max().item(), 1e-3)
+    torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE * scale, msg=lambda m: f"{name}: {m}")
+
+
+def forest_gradients(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    logps = model(token_batch=forest(), score_request=ScoreRequest()).logps
+    (logps * torch.arange(len(logps)).cos()).sum().backward()
+    return logps.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def separate_gradients(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same from the model's own logits, one row at a time."""
+    found = []
+    for row in sequences():
+        ids = torch.tensor([row])
+        logps = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1].float(), -1)
+        found.append(logps.gather(1, ids[0, 1:, None])[:, 0])
+    logps = torch.cat(found)
+    (logps * torch.arange(len(logps)).cos()).sum().backward()
+    return logps.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_equals_separate_rows(model: Any, family: str, **overrides: Any) -> None:
+    got, got_gradients = forest_gradients(model)
+    want, want_gradients = separate_gradients(tiny_model(family, **overrides))
+    close(got, want, "logps")
+    assert got_gradients.keys() == want_gradients.keys()
+    for name, gradient in want_gradients.items():
+        close(got_gradients[name], gradient, name)
+
+
+def test_the_tree_is_the_one_meant():
+    batch = forest()
+    assert batch.segments.parent == (-1, 0, 0, 2, 3, 3, -1)
+    assert batch.num_tokens == 34 + 20 + 4 + 3 + 14 + 4 + 31
+    assert batch.unshared_tokens == 54 + 55 + 45 + 38 + 31
+    assert batch.leaf == (1, 4, 5, 2, 6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forest_equals_separate_rows(family):
+    assert_equals_separate_rows(bound(family), family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_query_blocks(family, monkeypatch):
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 5)
+    assert_equals_separate_rows(bound(family), family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_activations_recomputed(family):
+    model = bound(family).train()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    assert_equals_separate_rows(model, family)
+
+
+def test_windows_of_any_size():
+    for window in (2, 5, 40):
+        assert_equals_separate_rows(bound("gemma3", sliding_window=window), "gemma3", sliding_window=window)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_c01_hidden_states_do_not_see_other_sequences(family):
+    """C01: rows of 5 and 4 tokens packed in one of 9: each as alone, and B does not change when A does."""
+    model = bound(family)
+    a, b, other = [5, 6, 7, 8, 9], [11, 12, 13, 14], [21, 22, 23, 24, 25]
+
+    def logps(*rows: list[int]) -> Tensor:
+        batch = build_forest([Row(ids, [1.0] * len(ids)) for ids in rows])
+        with torch.no_grad():
+            return model(token_batch=batch).logps
+
+    batch = build_forest([Row(a, [1.0] * 5), Row(b, [1.0] * 4)])
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
+    close(logps(a, b), torch.cat([logps(a), logps(b)]))
+    assert torch.equal(logps(a, b)[4:], logps(other, b)[4:])
+
+
+# ---- mutants: the comparison above tells them apart ------------------------------------------------------------------
+
+
+def top_left(q: Tensor, k: Tensor, v: Tensor, dropout: float, scaling: float | None, window: int | None) -> Tensor:
+    """SDPA's own causal flag where the keys hold ancestors too."""
+    options: dict[str, Any] = {"scale": scaling, "enable_gqa": True}
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
+
+
+def test_mutant_top_left_causal_fails(monkeypatch):
+    monkeypatch.setattr(attention, "_causal", top_left)
+    with pytest.raises(AssertionError):
+        assert_equals_separate_rows(bound("qwen3"), "qwen3")
+
+
+def test_mutant_window_ignored_fails(monkeypatch):
+    own = attention._causal
+    monkeypatch.setattr(attention, "_causal", lambda *args: own(*args[:-1], None))
+    assert_equals_separate_rows(bound("qwen3"), "qwen3")
+    with pytest.raises(AssertionError):
+        assert_equals_separate_rows(bound("gemma3"), "gemma3")
+
+
+def test_mutant_window_off_by_one_fails(monkeypatch):
+    own = attention._causal
+    monkeypatch.setattr(attention, "_causal", lambda *args: own(*args[:-1], args[-1] and args[-1] + 1))
+    with pytest.raises(AssertionError):
+        assert_equals_separate_rows(bound("gemma3"), "gemma3")
+
+
+# ---- without a forest the model is what it was -----------------------------------------------------------------------
+
+
+def padded_left() -> dict[str, Tensor]:
+    """Three prompts of 12, 5 and 9 tokens."""
+    ids = torch.randint(3, 300, (3, 12), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    for row, length in enumerate((12, 5, 9)):
+        ids[row, : 12 - length] = 0
+        mask[row, : 12 - length] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padded_calls_and_generate_are_unchanged(family):
+    plain, changed = tiny_model(family).eval(), bound(family).eval()
+    batch = padded_left()
+    real = batch["attention_mask"].bool()
+    with torch.no_grad():
+        assert torch.equal(plain(**batch).logits[real], changed(**batch).logits[real])
+        want = plain.generate(**batch, max_new_tokens=12, do_sample=False)
+        got = changed.generate(**batch, max_new_tokens=12, do_sample=False)
+    assert torch.equal(got, want)
+    # And after a forest went through: nothing of it stays behind.
+    with torch.no_grad():
+        changed(token_batch=forest())
+        assert torch.equal(changed.generate(**batch, max_new_tokens=12, do_sample=False), want)
+
+
+def test_without_segments_it_is_sdpa():
+    q, k, v = (torch.randn(2, 4, 6, 8) for _ in range(3))
+    module = torch.nn.Module()
+    module.is_causal = True
+    got, _ = forest_attention(module, q, k, v, None)
+    want, _ = sdpa_attention_forward(module, q, k, v, None)
+    assert torch.equal(got, want)
+    assert ALL_ATTENTION_FUNCTIONS[FOREST] is forest_attention
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_model_does_not_name_our_attention(family, tmp_path):
+    model = bound(family).eval()
+    model.save_pretrained(tmp_path)
+    assert FOREST not in (tmp_path / "config.json").read_text()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(**padded_left()).logits, tiny_model(family).eval()(**padded_left()).logits)
+
+
+# ---- what it cannot do is refused by name ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias"])
+def test_terms_it_does_not_know_are_refused(name):
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(LayoutError, match=name):
+        forest_attention(torch.nn.Module(), q, q, q, None, forest=Segments((0,), (4,), (-1,)), **{name: 1.0})
+
+
+def test_bidirectional_layers_and_several_rows_are_refused():
+    segments = Segments((0,), (4,), (-1,))
+    module = torch.nn.Module()
+    module.is_causal = False
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(LayoutError, match="not causal"):
+        forest_attention(module, q, q, q, None, forest=segments)
+    two = torch.randn(2, 2, 4, 8)
+    with pytest.raises(LayoutError, match="not causal over one row"):
+        forest_attention(torch.nn.Module(), two, two, two, None, forest=segments)
