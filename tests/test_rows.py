@@ -396,6 +396,7 @@ def test_c24_streams_are_read_as_rows_are_needed():
     rows = list(prepared.take(3))
     assert [row["source"] for row in rows] == [0, 1, 2]
     assert set(rows[0]) == {"input_ids", "weights", "source"}
+    assert isinstance(rows[0]["input_ids"], list)
     assert len(pulled) <= 100
     assert 3 <= report.rows_in <= 64
 

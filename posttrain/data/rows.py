@@ -107,7 +107,9 @@ def prepare_sft(
         "features": _features(counted=not streaming),
     }
     if streaming:
-        return dataset.map(prepare, batch_size=STREAM_BATCH, **arguments), report
+        prepared = dataset.map(prepare, batch_size=STREAM_BATCH, **arguments)
+        # Selected again: a later row may bring columns the first one did not have.
+        return prepared.select_columns(["input_ids", "weights", "source"]), report
     prepared = dataset.map(prepare, num_proc=num_proc, desc=f"Preparing the {name} set", **arguments)
     states, cut, tokens, targets = (np.asarray(prepared.data.column(c)) for c in ("state", "cut", "tokens", "targets"))
     report.add(states, cut, tokens, targets)
@@ -202,6 +204,8 @@ class _Preparer:
         if self.report is None:
             return {**out, "state": states, "cut": cut, "tokens": tokens, "targets": targets}
         self.report.add(states, cut, tokens, targets)
+        # A stream hands on what it is given, and rows are lists everywhere else.
+        out |= {name: [values.tolist() for values in out[name]] for name in ("input_ids", "weights")}
         return {name: [v for v, s in zip(values, states, strict=True) if s == KEPT] for name, values in out.items()}
 
     def _at(self, index: int, fn: Callable[..., Any], *arguments: Any) -> Any:
