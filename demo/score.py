@@ -3,6 +3,7 @@
     python demo/score.py runs/demo
 
 Answers are generated greedily and parsed strictly: the whole answer must be one JSON object with exactly the five keys.
+Values must equal the expected ones; only white space around a value is ignored.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ def parse(answer: str, keys: list[str]) -> dict[str, Any] | None:
         value = json.loads(answer)
     except json.JSONDecodeError:
         return None
-    return value if isinstance(value, dict) and sorted(value) == sorted(keys) else None
+    if not isinstance(value, dict) or sorted(value) != sorted(keys):
+        return None
+    return {key: field.strip() if isinstance(field, str) else field for key, field in value.items()}
 
 
 def score(answers: list[str], rows: list[Row]) -> Score:

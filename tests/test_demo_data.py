@@ -62,7 +62,7 @@ def test_answers_can_be_read_off_the_note(split):
 
 
 def test_nothing_of_the_test_rows_is_in_training():
-    for kind in ("events", "people", "places", "patterns"):
+    for kind in ("events", "first_names", "last_names", "places", "patterns"):
         assert not set(getattr(make_data.TRAIN, kind)) & set(getattr(make_data.TEST, kind)), kind
     notes = {split: {messages[1]["content"] for messages in chats(split)} for split in ("train", "test")}
     assert not notes["train"] & notes["test"]
