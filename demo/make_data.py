@@ -34,7 +34,7 @@ class Words:
 
 
 def listed(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.replace("\n", " ").split(",") if part.strip())
+    return tuple(" ".join(part.split()) for part in text.split(","))
 
 
 def paired(left: str, right: str) -> tuple[str, ...]:
