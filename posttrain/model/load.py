@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,8 @@ from posttrain.model.adapters import check_trainable, is_adapted, wrap_adapter
 from posttrain.model.attention import FOREST
 from posttrain.model.probe import choose_layout
 from posttrain.model.scoring import Scoring, bind_head, head_spec
+from posttrain.parallel.ranks import say
 from posttrain.types import Layout
-
-logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -117,7 +115,7 @@ def prepare_model(
         base.set_attn_implementation(FOREST)
     spec = head_spec(base.config, options.chunk_tokens, options.memory_bytes)
     bind_head(base, Scoring(layout, spec, pad_to_multiple_of=options.pad_to_multiple_of))
-    logger.info("layout: %s (%s)", layout, why)
+    say(f"layout: {layout} ({why})")
     return Prepared(model, layout, _dropout(model))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -15,6 +16,12 @@ def world_size() -> int:
 
 def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def say(text: str) -> None:
+    """Tell the user, once for all ranks."""
+    if rank() == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def gather_objects(value: Any) -> list[Any]:

@@ -21,7 +21,9 @@ def find_checkpoint(asked: str | bool | None, output_dir: str | None) -> str | N
         return None
     if word not in ("true", "last"):
         if not is_complete(Path(str(asked))):
-            raise ConfigError(f"`resume_from_checkpoint` is {asked!r}; no checkpoint is there (no complete trainer_state.json).")
+            raise ConfigError(
+                f"`resume_from_checkpoint` is {asked!r}; no checkpoint is there (no complete trainer_state.json)."
+            )
         return str(asked)
     folder = Path(output_dir or "trainer_output").expanduser()
     steps = {int(path.name[11:]): path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()}

@@ -66,6 +66,10 @@ class BaseConfig(TrainingArguments):
             self.activation_checkpointing = bool(self.gradient_checkpointing)
         if self.activation_checkpointing_kwargs is None and self.gradient_checkpointing_kwargs is None:
             self.activation_checkpointing_kwargs = {"use_reentrant": False}
+        if self.use_liger_kernel:
+            # Liger's fused cross-entropy would replace the forward that holds our head.
+            ours = {"fused_linear_cross_entropy": False, "cross_entropy": False}
+            self.liger_kernel_config = (self.liger_kernel_config or {}) | ours
         # A NaN is an error here, never a value to filter out of the log; and the filter waits for the device.
         self.logging_nan_inf_filter = False
         with warnings.catch_warnings():

@@ -26,7 +26,7 @@ from transformers.trainer_utils import EvalLoopOutput, set_seed
 from posttrain.data.forest import build_forest, split_forest
 from posttrain.data.sampling import Collator, RowItems
 from posttrain.errors import ConfigError, EmptyDataError, NonFiniteError, TrainingError
-from posttrain.parallel.ranks import all_max, all_sum, world_size
+from posttrain.parallel.ranks import all_max, all_sum, say, world_size
 from posttrain.trainer.callbacks import RichProgressCallback
 from posttrain.trainer.checkpoints import find_checkpoint
 from posttrain.trainer.config import BaseConfig
@@ -71,7 +71,7 @@ class Engine(Trainer, abc.ABC):
     model_wrapped: Any
 
     def __init__(self, model: Any, args: BaseConfig, collator: Collator, **kwargs: Any) -> None:
-        _refuse(args)
+        _refuse(args, model.config.get_text_config())
         self.collator = collator
         self.meter = Meter()
         self.window = Window(units=0.0)
@@ -160,6 +160,8 @@ class Engine(Trainer, abc.ABC):
     def _next_step_logs(self) -> bool:
         step, every = self.state.global_step + 1, self.state.logging_steps
         if self.args.logging_strategy != "steps":
+            return self.args.logging_strategy != "no"
+        if step == 1 and self.args.logging_first_step:
             return True
         return step % every == 0 if every else False
 
@@ -239,6 +241,9 @@ class Engine(Trainer, abc.ABC):
         if not isinstance(items, RowItems):
             items = self.eval_items(items)
         return eval_loader(items, self.args, self.collator)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        return self.get_eval_dataloader(test_dataset)
 
     def eval_items(self, dataset: Any) -> RowItems:
         """Rows given to `evaluate`, prepared like those given at construction."""
@@ -334,7 +339,7 @@ def _shown(sources: tuple[int, ...]) -> str:
     return ", ".join(map(str, sources[:16])) + (f", … ({len(sources)} in all)" if len(sources) > 16 else "")
 
 
-def _refuse(args: BaseConfig) -> None:
+def _refuse(args: BaseConfig, config: Any) -> None:
     """Fields of the base class that would be ignored, or would be wrong in a packed row."""
     wrong = {
         "label_smoothing_factor": args.label_smoothing_factor != 0,
@@ -344,6 +349,9 @@ def _refuse(args: BaseConfig) -> None:
         "ignore_data_skip": args.ignore_data_skip,
         "dispatch_batches": bool(getattr(args.accelerator_config, "dispatch_batches", None)),
     }
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    if experts and args.router_aux_loss_coef:
+        say("`router_aux_loss_coef` is not applied yet: this mixture of experts trains without a balance loss.")
     for name, bad in wrong.items():
         if bad:
             raise ConfigError(f"`{name}` is set, and this version does not support it; leave it out.")

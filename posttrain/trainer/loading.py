@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pyarrow.compute as pc
+import torch
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
 
@@ -54,7 +55,12 @@ def _worker_options(args: Any, streaming: bool = False) -> dict[str, Any]:
     workers = 0 if streaming else args.dataloader_num_workers
     if streaming and args.dataloader_num_workers:
         raise ConfigError("`dataloader_num_workers` must be 0 with streaming: each worker would read the whole stream.")
-    options: dict[str, Any] = {"num_workers": workers, "pin_memory": args.dataloader_pin_memory and not args.use_cpu}
+    # Its own generator: a loader would else draw from the global one, and evaluating would change training.
+    options: dict[str, Any] = {
+        "generator": torch.Generator().manual_seed(args.seed),
+        "num_workers": workers,
+        "pin_memory": args.dataloader_pin_memory and not args.use_cpu,
+    }
     if workers:
         options["persistent_workers"] = args.dataloader_persistent_workers
         options["prefetch_factor"] = args.dataloader_prefetch_factor
@@ -65,6 +71,10 @@ def make_items(rows: Any, args: Any, packing: bool, name: str) -> RowItems | Str
     """Prepared rows → what the loader indexes: rows, or bins of `max_length` tokens packed over the whole set."""
     capacity, strategy = (args.max_length, args.packing_strategy) if packing else (None, "bfd")
     if isinstance(rows, IterableDataset):
+        if name != "train":
+            raise ConfigError(
+                "`eval_dataset` is a stream, which has no end to average over; take(n) rows into a Dataset."
+            )
         if args.max_steps < 1:
             raise ConfigError(
                 f"`max_steps` is {args.max_steps}; a streamed data set has no length: set the steps to run."

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from transformers.trainer_utils import set_seed
 
 
 @contextlib.contextmanager
@@ -20,3 +21,11 @@ def preserved_rng() -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(legacy)
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw from `seed` inside, as if nothing had been drawn outside."""
+    with preserved_rng():
+        set_seed(seed)
+        yield

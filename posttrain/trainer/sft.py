@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, final
@@ -15,12 +14,12 @@ from posttrain.data.tokenizer import set_up_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.loss.nll import TOKEN_LOSSES
 from posttrain.model.load import check_model_source, embedding_rows, load_tokenizer, prepare_model
+from posttrain.parallel.ranks import say
 from posttrain.trainer.config import BaseConfig, load_options, share_prefixes
 from posttrain.trainer.engine import Engine, Experience
 from posttrain.trainer.loading import check_ids, make_items
+from posttrain.trainer.randomness import seeded
 from posttrain.types import LossOutput, Mean, ScoreRequest, TokenBatch
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -34,7 +33,7 @@ class SFTConfig(BaseConfig):
     dataset_text_field: str = "text"
     """Column that holds plain text."""
     dataset_kwargs: dict[str, Any] | str | None = None
-    """`skip_prepare_dataset: true` takes rows as they are; nothing else is accepted."""
+    """Accepted for compatibility: `skip_prepare_dataset`, since rows with `input_ids` are taken as they are anyway."""
     eos_token: str | None = None
     """Token that ends a text or a completion. Unset: the tokenizer's."""
     max_length: int | None = 1024
@@ -68,6 +67,9 @@ class SFTConfig(BaseConfig):
         super().__post_init__()
         if self.max_length is not None and self.max_length < 2:
             raise ConfigError(f"`max_length` is {self.max_length}; a target needs one token before it: set at least 2.")
+        unknown = sorted(set(self.dataset_kwargs or {}) - {"skip_prepare_dataset"})
+        if unknown:
+            raise ConfigError(f"`dataset_kwargs` holds {unknown[0]!r}; only `skip_prepare_dataset` is accepted.")
         if self.packing and self.max_length is None:
             raise ConfigError("`packing` is on and `max_length` is None; set `max_length` to the capacity of a bin.")
 
@@ -116,7 +118,8 @@ class SFTTrainer(Engine):
             eval_items = {name: self.eval_items(rows, name) for name, rows in eval_dataset.items()}
         elif eval_dataset is not None:
             eval_items = self.eval_items(eval_dataset)
-        prepared = prepare_model(model, load_options(args), peft_config, quantization_config)
+        with seeded(args.seed):
+            prepared = prepare_model(model, load_options(args), peft_config, quantization_config)
         self.layout = prepared.layout
         vocabulary = embedding_rows(prepared)
         for items in (train_items, *(eval_items.values() if isinstance(eval_items, dict) else [eval_items])):
@@ -149,8 +152,8 @@ class SFTTrainer(Engine):
             formatting_func=self._formatting_func,
         )
         rows, report = prepare_sft(dataset, self._tokenizer, options, args.dataset_num_proc, name)
-        if report.rows_in and args.should_save:
-            logger.warning("%s", report.summary())
+        if report.rows_in:  # a stream counts while it flows
+            say(report.summary())
         if args.shuffle_dataset and name == "train":
             rows = rows.shuffle(seed=args.seed if args.data_seed is None else args.data_seed)
         return make_items(rows, args, packing, name)
