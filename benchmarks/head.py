@@ -1,10 +1,11 @@
 """The head alone: loss and both gradients of 2,048 tokens, a quarter of them masked, against TRL's two heads.
 
-python benchmarks/head.py [--peer-root DIR] [--case bf16 autocast fp32]
+python benchmarks/head.py [--peer-root DIR] [--dtype auto bf16 fp32] [--autocast]
 
 Runs of the sides are interleaved (A, B, C, A, B, C, …), each in a process kept alive, after one warm-up each. Memory is
 the highest resident size over what the process held before its first call (imports, inputs): both gradients included.
-The default case follows the processor: bf16 where it multiplies bfloat16 natively, fp32 elsewhere.
+`--dtype auto` follows the processor: bf16 where it multiplies bfloat16 natively; elsewhere fp32, and bf16 with few
+tokens, since emulated products take minutes.
 """
 
 from __future__ import annotations
@@ -34,27 +35,28 @@ def job(args: argparse.Namespace, side: str, case: str, tokens: int) -> dict[str
     return {"side": side, "case": case, **more, "threads": args.threads, "seed": args.seed, **shape}
 
 
-def speed(args: argparse.Namespace, case: str) -> dict[str, dict[str, Any]]:
-    """Seconds and peak memory of each side."""
+def speed(args: argparse.Namespace, case: str, tokens: int) -> dict[str, dict[str, Any]]:
+    """Seconds and peak memory of each side. A case cut to few tokens is run once, after a warm-up on fewer."""
+    cut = tokens < args.tokens
     results: dict[str, dict[str, Any]] = {side: {"seconds": [], "peak_mib": 0.0} for side in args.sides}
     workers = {}
     try:
         for side in args.sides:
             python = peers.interpreter(side, args.peer_root)
-            workers[side] = Worker(python, "head_worker.py", job(args, side, case, args.tokens), args.limit)
-        for number in range(args.rounds + 1):
+            workers[side] = Worker(python, "head_worker.py", job(args, side, case, tokens), args.limit)
+        for number in range((1 if cut else args.rounds) + 1):
             for side in [s for s in args.sides if s in workers]:
                 note(f"{case}, round {number}, {side}")
-                one(results[side], workers, side, CLOCKS[args.clock], warmup=number == 0)
+                one(results[side], workers, side, CLOCKS[args.clock], number == 0, cut)
     finally:
         for worker in workers.values():
             worker.close()
     return results
 
 
-def one(result: dict[str, Any], workers: dict[str, Worker], side: str, clock: str, warmup: bool) -> None:
+def one(result: dict[str, Any], workers: dict[str, Worker], side: str, clock: str, warmup: bool, cut: bool) -> None:
     try:
-        answer = workers[side].ask("run")
+        answer = workers[side].ask("run 8" if warmup and cut else "run")
     except Late as late:
         result["failed"] = str(late)
         del workers[side]
@@ -113,7 +115,9 @@ def error_table(found: dict[str, dict[str, Any]]) -> str:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     peers.add_arguments(parser)
-    parser.add_argument("--case", nargs="+", choices=["bf16", "autocast", "fp32"], help="default: by processor")
+    parser.add_argument("--dtype", choices=["auto", "bf16", "fp32"], default="auto")
+    parser.add_argument("--autocast", action="store_true", help="also fp32 inputs under bf16 autocast, as in a trainer")
+    parser.add_argument("--emulated-tokens", type=int, default=128, help="in bf16 where only emulated; 0: leave it out")
     parser.add_argument("--sides", nargs="+", default=SIDES, choices=[*SIDES, "full"])
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--vocab", type=int, default=49152)
@@ -133,18 +137,21 @@ def main() -> None:
     args = arguments()
     info = machine(args.threads)
     native = info["native_bf16"]
-    cases = args.case or (["bf16", "autocast"] if native else ["fp32"])
+    few = args.tokens if native else args.emulated_tokens
+    cases = {"fp32": args.tokens} if args.dtype == "fp32" or (args.dtype == "auto" and not native) else {}
+    if args.dtype != "fp32" and few:
+        cases |= {"bf16": few, **({"autocast": few} if args.autocast else {})}
     print(describe(info), flush=True)
     print(
-        f"{args.tokens} tokens, a quarter masked, H = {args.hidden}, V = {args.vocab}, "
+        f"{args.tokens:,} tokens, a quarter masked, H = {args.hidden}, V = {args.vocab}, "
         f"medians of {args.rounds}, {args.clock} clock\n"
     )
     if not native:
         print("This processor has no native bfloat16: the numbers wanted are for bf16, and shown for orientation.\n")
     result: dict[str, Any] = {"machine": info, "tokens": args.tokens, "cases": {}}
-    for case in cases:
-        result["cases"][case] = speed(args, case)
-        print(f"**{case}**\n\n{speed_table(result['cases'][case])}\n", flush=True)
+    for case, tokens in cases.items():
+        result["cases"][case] = {"tokens": tokens, "sides": speed(args, case, tokens)}
+        print(f"**{case}, {tokens:,} tokens**\n\n{speed_table(result['cases'][case]['sides'])}\n", flush=True)
     tokens = args.error_tokens if args.error_tokens is not None else (256 if native else 16)
     if tokens:
         result["errors"] = {"tokens": tokens, "sides": errors(args, tokens)}

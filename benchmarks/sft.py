@@ -4,7 +4,7 @@ python benchmarks/sft.py [--quick] [--peer-root DIR] [--model DIR] [--only full 
 
 Every run is its own process and trains one epoch on the same pre-tokenized rows (log-normal lengths, median 200, at
 most 1,024; every token a target) with the same optimizer batch and gradient checkpointing (on: everyone's default).
-Imports and first touches happen before the clock starts; with more than one step the first is left out.
+Imports and first touches happen before the clock starts; with native bf16 the first step is left out too.
 Repetitions are interleaved. Memory is the highest resident size over what the process held before loading the model.
 
 The default precision follows the processor: bf16 autocast over fp32 weights (everyone's default) where it multiplies
@@ -37,17 +37,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "packing": {"size": 1, "packing": True},
     "one micro-batch": {"size": None},
 }
-PLAN: dict[str, dict[str, list[str]]] = {
-    "full": {
-        "ours": ["default", "one micro-batch", "1 row", "packing"],
-        **{side: ["default", "1 row", "2 rows", "4 rows", "grouped by length", "packing"] for side in TRL},
-    },
-    "lora": {"ours": ["default", "packing"], **{side: ["default", "1 row", "packing"] for side in TRL}},
-    "tools": {"ours": ["default"], **{side: ["default"] for side in TRL}},
+# What runs: scenario -> side -> settings. A setting equal to another at this optimizer batch runs once.
+SOME = ["default", "1 row", "grouped by length", "packing"]
+ALL = [*SOME, "2 rows", "4 rows"]
+Plan = dict[str, dict[str, list[str]]]
+PLAN: Plan = {
+    "full": {"ours": ["default", "one micro-batch", "packing"], **dict.fromkeys(TRL, SOME)},
+    "lora": {"ours": ["default"], **{side: ["default", "1 row"] for side in TRL}},
+    "tools": {side: ["default"] for side in NAMES},
 }
-QUICK: dict[str, dict[str, list[str]]] = {
-    "full": {"ours": ["default"], **{side: ["default", "1 row"] for side in TRL}},
-    "lora": {"ours": ["default"], "trl-1.13.0": ["default"], "trl-1.16.0": ["default"]},
+EVERYTHING: Plan = {
+    "full": {"ours": ["default", "one micro-batch", "1 row", "packing"], **dict.fromkeys(TRL, ALL)},
+    "lora": {"ours": ["default", "one micro-batch", "packing"], **dict.fromkeys(TRL, ALL)},
+    "tools": PLAN["tools"],
+}
+QUICK: Plan = {
+    "full": {"ours": ["default"], "trl-1.13.0": ["1 row"], "trl-1.16.0": ["default"]},
+    "lora": {"ours": ["default"], "trl-1.13.0": ["default"]},
     "tools": {"ours": ["default"], "trl-1.16.0": ["default"]},
 }
 TITLES = {
@@ -69,10 +75,12 @@ class Bench:
     def __init__(self, args: argparse.Namespace, info: dict[str, Any], folder: str) -> None:
         self.args, self.info, self.folder = args, info, Path(folder)
         self.native = info["native_bf16"]
-        self.bf16 = self.native if args.precision == "auto" else args.precision == "bf16"
+        self.bf16 = self.native if args.dtype == "auto" else args.dtype == "bf16"
         self.batch = args.batch or (16 if self.native else 8)
-        # With one step there is none to leave out: the trainer thrown away before it has warmed the process.
-        self.steps = args.steps or ((3 if self.native else 1) if not args.quick else (2 if self.native else 1))
+        # The trainer thrown away before the clock starts has warmed the process; what is left to the first step
+        # (optimizer state, gradients) is noise beside steps of half a minute.
+        self.warmup = 1 if self.native else 0
+        self.steps = args.steps or ((3 if self.native else 2) if not args.quick else 1 + self.warmup)
 
     def rows(self, scenario: str) -> list[list[int]]:
         make = data.tools if scenario == "tools" else data.varied
@@ -88,9 +96,17 @@ class Bench:
             accumulate = max(1, self.batch // size)
         if not self.bf16:
             config["bf16"] = False
-        elif self.args.precision == "bf16":
+        elif self.args.dtype == "bf16":
             config["bf16"] = True
         return {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulate, **config}
+
+    def distinct(self, side: str, settings: list[str]) -> list[str]:
+        """The settings asked for, without those that come to the same arguments at this optimizer batch."""
+        asked = [s for s in settings if not self.args.settings or s in self.args.settings]
+        found: dict[str, str] = {}
+        for setting in asked:
+            found.setdefault(json.dumps(self.config(side, setting), sort_keys=True), setting)
+        return list(found.values())
 
     def job(self, scenario: str, side: str, setting: str) -> dict[str, Any]:
         path = self.folder / f"{scenario}.json"
@@ -111,7 +127,7 @@ class Bench:
         result = run_once(peers.interpreter(side, self.args.peer_root), "sft_worker.py", job, self.args.limit)
         if "failed" in result:
             return result
-        steps = result["steps"][1:] if len(result["steps"]) > 1 else result["steps"]
+        steps = result["steps"][self.warmup :] or result["steps"]
         seconds, tokens = sum(s[CLOCKS[self.args.clock]] for s in steps), sum(s["tokens"] for s in steps)
         computed = sum(s["computed"] for s in steps)
         return {**result, "config": job["config"], "rate": tokens / seconds, "computed_share": computed / tokens}
@@ -197,7 +213,7 @@ def leak_lines(bench: Bench) -> tuple[list[str], dict[str, Any]]:
     return lines, found
 
 
-def without_leaks(plan: dict[str, dict[str, list[str]]], found: dict[str, Any]) -> dict[str, dict[str, list[str]]]:
+def without_leaks(plan: Plan, found: dict[str, Any]) -> Plan:
     leaking = {side for side, r in found.items() if r.get("moved_by_neighbour", 0) > 1e-3 * r.get("scale", 1)}
     return {
         scenario: {
@@ -213,12 +229,13 @@ def arguments() -> argparse.Namespace:
     cache = Path(os.environ.get("POSTTRAIN_CACHE", "~/.cache/posttrain")).expanduser()
     parser.add_argument("--model", default=str(cache / "smollm2-135m-instruct"), help="made by demo/model.py")
     parser.add_argument("--quick", action="store_true", help="few settings, few steps")
+    parser.add_argument("--all", action="store_true", help="every setting of every side")
     parser.add_argument("--only", nargs="+", choices=list(PLAN), default=list(PLAN))
     parser.add_argument("--sides", nargs="+", choices=list(NAMES), default=list(NAMES))
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), help="only these")
-    parser.add_argument("--precision", choices=["auto", "bf16", "fp32"], default="auto")
+    parser.add_argument("--dtype", choices=["auto", "bf16", "fp32"], default="auto")
     parser.add_argument("--batch", type=int, help="rows in an optimizer batch (default 16, 8 without native bf16)")
-    parser.add_argument("--steps", type=int, help="optimizer steps in a run (default 3, 1 without native bf16)")
+    parser.add_argument("--steps", type=int, help="optimizer steps in a run (default 3, 2 without native bf16)")
     parser.add_argument("--repeat", type=int, default=1, help="repetitions, interleaved")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: for a busy machine, --threads 1")
@@ -243,16 +260,13 @@ def main() -> None:
             flush=True,
         )
         result: dict[str, Any] = {"machine": info, "bf16": bench.bf16, "batch": bench.batch, "steps": bench.steps}
-        plan = QUICK if args.quick else PLAN
+        plan = QUICK if args.quick else EVERYTHING if args.all else PLAN
         if not args.quick and (not args.settings or "packing" in args.settings):
             lines, result["packing"] = leak_lines(bench)
             print("\n".join(lines) + "\n", flush=True)
             plan = without_leaks(plan, result["packing"])
         for scenario in args.only:
-            sides = {
-                side: [s for s in plan[scenario].get(side, []) if not args.settings or s in args.settings]
-                for side in args.sides
-            }
+            sides = {side: bench.distinct(side, plan[scenario].get(side, [])) for side in args.sides}
             entries = scenario_results(bench, scenario, sides)
             result[scenario] = entries
             print(f"**{TITLES[scenario]}**\n\n{scenario_table(bench, scenario, entries)}\n", flush=True)

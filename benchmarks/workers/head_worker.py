@@ -2,7 +2,8 @@
 
 python head_worker.py '{"side": "ours", "case": "fp32", "tokens": 2048, ...}'
 
-    run             loss and gradients once -> {"seconds", "cpu_seconds", "loss", "peak_mib"}
+    run [<tokens>]  loss and gradients once, of all tokens or the first few
+                    -> {"seconds", "cpu_seconds", "loss", "peak_mib"}
     error <file>    relative error of the gradients against a float64 reference saved there (made if missing)
 
 Sides: `ours`, `trl-1.13.0`, `trl-1.16.0`, and `full`, which forms all logits in the compute dtype and takes the
@@ -127,17 +128,18 @@ class Worker:
         # Imports and the inputs are there; everything above this is what a call costs, gradients included.
         self.baseline = measure.rss_mib()
 
-    def once(self) -> dict:
+    def once(self, tokens: int | None = None) -> dict:
         self.hidden.grad = self.weight.grad = None
+        hidden, labels = self.hidden[:tokens], self.labels[:tokens]
         start, cpu = time.perf_counter(), time.process_time()
         with self.context():
-            loss = self.loss(self.hidden, self.weight, self.labels)
+            loss = self.loss(hidden, self.weight, labels)
         loss.backward()
         took = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
         return {**took, "loss": float(loss.detach())}
 
-    def run(self) -> dict:
-        return {**self.once(), "peak_mib": measure.peak_mib() - self.baseline}
+    def run(self, tokens: str | None = None) -> dict:
+        return {**self.once(int(tokens) if tokens else None), "peak_mib": measure.peak_mib() - self.baseline}
 
     def error(self, path: str) -> dict:
         if not Path(path).exists():
@@ -156,7 +158,7 @@ def main() -> None:
     print(json.dumps({"ready": True, "torch": torch.__version__}), flush=True)
     for line in sys.stdin:
         command, *arguments = line.split()
-        answer = worker.run() if command == "run" else worker.error(*arguments)
+        answer = worker.run(*arguments) if command == "run" else worker.error(*arguments)
         print(json.dumps(answer), flush=True)
 
 
