@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
 import torch
 from transformers import TrainingArguments
 
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, suggest
 from posttrain.model.load import LoadOptions, Prepared
 
 
@@ -75,7 +76,25 @@ class BaseConfig(TrainingArguments):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*gradient_checkpointing.* is deprecated")
             super().__post_init__()
+        self._check_choices()
         self._check_geometry()
+
+    def _check_choices(self) -> None:
+        """Hold the values of our own fields to their `Literal`s."""
+        for cls in type(self).__mro__:
+            if not issubclass(cls, BaseConfig):
+                continue
+            for name, hint in inspect.get_annotations(cls, eval_str=True).items():
+                literals = (
+                    [hint] if get_origin(hint) is Literal else [h for h in get_args(hint) if get_origin(h) is Literal]
+                )
+                choices = [value for literal in literals for value in get_args(literal)]
+                value = getattr(self, name)
+                if choices and value is not None and value not in choices:
+                    known = ", ".join(map(str, choices))
+                    raise ConfigError(
+                        f"`{name}` is {value!r}; expected {known}.{suggest(str(value), map(str, choices))}"
+                    )
 
     def _check_geometry(self) -> None:
         positive = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")

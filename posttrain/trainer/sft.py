@@ -103,6 +103,8 @@ class SFTTrainer(Engine):
         formatting_func: Callable[[dict[str, Any]], Any] | None = None,
     ) -> None:
         args = args or SFTConfig(output_dir="trainer_output")
+        if not isinstance(args, SFTConfig):
+            raise ConfigError(f"`args` is a {type(args).__name__}; give an SFTConfig, which has all of its fields.")
         for field, value in (("data_collator", data_collator), ("compute_loss_func", compute_loss_func)):
             if value is not None:
                 raise ConfigError(
