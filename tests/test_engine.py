@@ -448,6 +448,37 @@ def test_an_optimizer_may_be_given():
     assert trainer.optimizer.optimizer is optimizer
 
 
+class ScheduleFree(torch.optim.SGD):
+    """Stands for optimizers whose weights differ between training and evaluation."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.modes: list[str] = []
+
+    def train(self) -> None:
+        self.modes.append("train")
+
+    def eval(self) -> None:
+        self.modes.append("eval")
+
+
+def test_schedule_free_optimizers_change_mode():
+    trainer = sft(max_steps=2, eval_rows=token_rows(2), eval_strategy="steps", eval_steps=1)
+    optimizer = trainer.optimizer = ScheduleFree(trainer.model.parameters(), lr=0.1)
+    trainer.train()
+    assert optimizer.modes == ["train", "eval"] * 2
+
+
+def test_the_device_cache_is_emptied(monkeypatch):
+    emptied: list[int] = []
+    trainer = sft(max_steps=4, torch_empty_cache_steps=2)
+    for place in ("transformers.trainer", "posttrain.trainer.engine", "accelerate.utils.memory"):
+        name = f"{place}.clear_device_cache"
+        monkeypatch.setattr(name, lambda *a, **k: emptied.append(trainer.state.global_step), raising=False)
+    trainer.train()
+    assert sorted({step for step in emptied if step}) == [2]
+
+
 # ---- what would be ignored, or wrong in a packed row, is refused by name ---------------------------------------------
 
 
