@@ -102,8 +102,12 @@ def _work(rank: int, port: int, calls: Any, answers: Any) -> None:
         "GLOO_SOCKET_IFNAME": "lo",
     }
     try:
+        import datasets  # noqa: F401  imported here, so that no call waits for it
+        import peft  # noqa: F401
         import torch
         from accelerate import PartialState
+
+        import posttrain.trainer.sft  # noqa: F401
 
         torch.set_num_threads(1)
         PartialState(cpu=True)
