@@ -19,7 +19,8 @@ import score
 
 ROOT = Path(__file__).parent.parent
 OUTPUT = ROOT / "runs" / "demo"
-ENOUGH, GAIN = 0.6, 0.3
+# What counts as learned: this share of the notes more than before.
+GAIN = 0.4
 INTRO = """\
 posttrain demo: SmolLM2-135M-Instruct learns to turn calendar notes into JSON.
 
@@ -88,8 +89,8 @@ def main() -> None:
     heading("result")
     print(f"all fields right: before {before.exact:.1%}, after {after.exact:.1%}")
     print(f"the model is in {OUTPUT.relative_to(ROOT)}")
-    if after.exact < ENOUGH or after.exact - before.exact < GAIN:
-        sys.exit(f"demo: not a real improvement; at least {ENOUGH:.0%} and {GAIN:.0%} more than before were expected")
+    if after.exact - before.exact < GAIN:
+        sys.exit(f"demo: not a real improvement; a gain of at least {GAIN:.0%} was expected")
 
 
 if __name__ == "__main__":
