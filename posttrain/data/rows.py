@@ -87,10 +87,10 @@ def prepare_sft(
     Raises `DataError` naming row, column and fix, `ConfigError` for an option that does not fit the rows, and
     `EmptyDataError` when no row is left to train.
     """
-    from datasets import Dataset, IterableDataset
+    from datasets import IterableDataset
 
     if isinstance(dataset, list):
-        dataset = Dataset.from_list(dataset)
+        dataset = _table(dataset, name)
     streaming = isinstance(dataset, IterableDataset)
     first = next(iter(dataset), None)
     if first is None:
@@ -119,6 +119,21 @@ def prepare_sft(
         # Flattened: rows behind an indices table are read one by one, which is slow in every epoch.
         prepared = prepared.select(np.flatnonzero(states == KEPT)).flatten_indices()
     return prepared.select_columns(["input_ids", "weights", "source"]), report
+
+
+def _table(rows: list[dict[str, Any]], name: str) -> Any:
+    """Rows in memory as a data set. Images are refused first: beside text they make no table."""
+    import pyarrow as pa
+    from datasets import Dataset
+
+    for row in rows:
+        refuse_images(row)
+    try:
+        return Dataset.from_list(rows)
+    except (pa.ArrowException, TypeError) as error:
+        raise DataError(
+            f"The {name} set: its rows make no table ({error}); give a column one type in all rows."
+        ) from error
 
 
 def _features(counted: bool) -> Any:

@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 
 from posttrain.errors import ConfigError, suggest
 from posttrain.model.load import LoadOptions, Prepared
+from posttrain.parallel.ranks import say
 
 
 @dataclass
@@ -147,4 +148,7 @@ def share_prefixes(args: BaseConfig, prepared: Prepared) -> bool:
                 f"`share_prefixes` is on, and the layout of this model is {prepared.layout!r}; leave it out."
             )
         return False
-    return prepared.dropout == 0.0 if args.share_prefixes is None else args.share_prefixes
+    if args.share_prefixes is None and prepared.dropout > 0:
+        say(f"prefix sharing is off: dropout {prepared.dropout} would tell shared from separate continuations apart.")
+        return False
+    return args.share_prefixes is not False

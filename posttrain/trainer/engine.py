@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
+from accelerate.utils import DistributedType
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from transformers import ProgressCallback, Trainer
 from transformers.trainer_utils import EvalLoopOutput, set_seed
@@ -171,6 +173,7 @@ class Engine(Trainer, abc.ABC):
         """Forward and backward of one micro-batch, piece by piece. Only the last piece of the last micro-batch
         synchronises gradients: the caller's `no_sync` covers the other micro-batches, ours the other pieces."""
         model.train()
+        self._optimizer_mode("train")
         pieces: list[Experience] = inputs["batch"]
         total = torch.zeros((), device=self.args.device)
         for i, piece in enumerate(pieces):
@@ -178,10 +181,26 @@ class Engine(Trainer, abc.ABC):
             with contextlib.nullcontext() if last else self.accelerator.no_sync(model=model), self._offload():
                 with self.compute_loss_context_manager():
                     loss = self.compute_loss(model, {"batch": piece.to(self.args.device)}, num_items_in_batch=None)
-                self.accelerator.backward(loss)
+                if not loss.requires_grad:
+                    raise TrainingError(_NO_GRADIENT)
+                self._backward(loss)
             total += loss.detach()
         self._window_loss += total
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
         return total
+
+    def _backward(self, loss: Tensor) -> None:
+        # DeepSpeed would divide by the accumulation steps once more.
+        deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        self.accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))
+
+    def _optimizer_mode(self, mode: str) -> None:
+        """Schedule-free optimizers keep other weights in training than in evaluation."""
+        switch = getattr(self.optimizer, mode, None)
+        if callable(switch):
+            switch()
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -211,9 +230,7 @@ class Engine(Trainer, abc.ABC):
         if self.window.units == 0:
             model.zero_grad(set_to_none=True)  # the optimizer skips parameters without a gradient
         elif value == 0.0 and step == 1:
-            raise TrainingError(
-                "step 1: no trainable weight received a gradient; check `peft_config` and what is frozen."
-            )
+            raise TrainingError(_NO_GRADIENT)
         return norm
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -295,6 +312,7 @@ class Engine(Trainer, abc.ABC):
             model = self.accelerator.prepare_model(model, evaluation_mode=True)
             self.model_wrapped = model if model is not self.model else self.model_wrapped
         model.eval()
+        self._optimizer_mode("eval")
         return model
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -329,6 +347,9 @@ class Engine(Trainer, abc.ABC):
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns = ["batch"]
+
+
+_NO_GRADIENT = "step 1: no trainable weight received a gradient; check `peft_config` and what is frozen."
 
 
 def _real_tokens(window: list[TokenBatch]) -> Tensor:

@@ -42,6 +42,12 @@ def train_loader(items: RowItems | StreamItems, args: Any, collator: Collator) -
         costs=items.costs,
         drop_last=args.dataloader_drop_last,
     )
+    if not len(sampler):
+        raise ConfigError(
+            f"`dataloader_drop_last` is on, and {len(items)} items fill no micro-batch of "
+            f"`per_device_train_batch_size` {args.per_device_train_batch_size} on {world_size()} rank(s); "
+            "lower it, or keep the last batch."
+        )
     return EpochLoader(items, batch_sampler=sampler, collate_fn=collator, **_worker_options(args))
 
 
