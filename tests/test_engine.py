@@ -301,6 +301,20 @@ def test_model_init_kwargs_reach_the_model(folder):
         sft(model_init_kwargs={"attention_dropout": 0.1})
 
 
+def shared_share(**settings: Any) -> float:
+    return run(sft(rows=token_rows(prefix=20), max_steps=1, **settings)).logs[0]["shared_share"]
+
+
+def test_prefixes_are_shared_unless_dropout_would_tell():
+    """With dropout, shared and separate continuations differ: sharing is then off unless asked for."""
+    assert shared_share() > 0.2
+    assert shared_share(share_prefixes=False) == 0
+    assert shared_share(model=tiny_model("qwen3", attention_dropout=0.1)) == 0
+    assert shared_share(peft_config=LoraConfig(**LORA, lora_dropout=0.1)) == 0
+    assert shared_share(peft_config=LoraConfig(**LORA, lora_dropout=0.1), share_prefixes=True) > 0.2
+    assert shared_share(peft_config=LoraConfig(**LORA)) > 0.2
+
+
 # ---- precision -------------------------------------------------------------------------------------------------------
 
 
