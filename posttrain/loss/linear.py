@@ -21,7 +21,7 @@ from posttrain.types import ScoreRequest, TokenObjective, TokenScores
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """What follows the product, and how much memory the head may take.
+    """What follows the product, and how much memory the head may take: logits of a chunk and the weight gradient.
 
     e.g. HeadSpec(scale=0.0625) for a Cohere model, HeadSpec(softcap=30.0) for Gemma 2
     """
@@ -43,6 +43,7 @@ class _Plan:
     hidden_grad: bool
     weight_grad: bool
     bias_grad: bool
+    early: bool  # the weight gradient is formed in the forward pass, and lives through the body's backward
 
 
 def linear_scores(
@@ -55,14 +56,17 @@ def linear_scores(
     else computed again. Products run in the autocast dtype, or the weight's; the softmax in fp32.
     """
     grad = torch.is_grad_enabled()
+    weight_grad = grad and weight.requires_grad
+    early = weight_grad and request.objective is not None and 4 * weight.numel() <= spec.memory_bytes * 3 // 4
     plan = _Plan(
         spec=spec,
         request=request,
         dtype=product_dtype(weight),
-        chunk=spec.chunk_tokens or _chunk_tokens(weight, spec.memory_bytes),
+        chunk=spec.chunk_tokens or _chunk_tokens(weight, spec.memory_bytes - 4 * weight.numel() * early),
         hidden_grad=grad and hidden.requires_grad,
-        weight_grad=grad and weight.requires_grad,
+        weight_grad=weight_grad,
         bias_grad=grad and bias is not None and bias.requires_grad,
+        early=early,
     )
     function = _Deferred if request.objective is None else _Planned
     with torch.autocast(hidden.device.type, enabled=False):
@@ -107,7 +111,6 @@ class _Planned(torch.autograd.Function):
         w = weight.to(plan.dtype)
         scores = _empty_scores(N, hidden.device)
         total = torch.zeros((), device=hidden.device)
-        early = plan.weight_grad and 4 * weight.numel() <= plan.spec.memory_bytes
         d_hidden = torch.empty_like(hidden) if plan.hidden_grad else None
         d_weight = None
         d_bias = torch.zeros(V, device=hidden.device) if plan.bias_grad else None
@@ -118,18 +121,18 @@ class _Planned(torch.autograd.Function):
             _score_chunk(logits, targets[part], plan, part, scores)
             loss, slopes[part] = _slope(objective, scores[0][part], part)
             total += loss
-            if d_hidden is None and not early and d_bias is None:
+            if d_hidden is None and not plan.early and d_bias is None:
                 continue
             d_logits = _logit_gradient(logits, targets[part], slopes[part], plan)
             if d_hidden is not None:
                 d_hidden[part] = (d_logits @ w).to(d_hidden.dtype)
-            if early:
+            if plan.early:
                 d_weight = _accumulate_product(d_weight, d_logits, h)
             if d_bias is not None:
                 d_bias += d_logits.sum(0, dtype=torch.float32)
-        if early and d_weight is None:
+        if plan.early and d_weight is None:
             d_weight = torch.zeros_like(weight)
-        late = plan.weight_grad and not early
+        late = plan.weight_grad and not plan.early
         ctx.plan, ctx.late = plan, late
         ctx.save_for_backward(
             d_hidden, d_weight, d_bias, *((hidden, weight, bias, targets, slopes) if late else (None,) * 5)
