@@ -79,15 +79,19 @@ class Pool:
             raise PoolError("\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(failures.items())))
         return [pickle.loads(results[rank]) for rank in range(RANKS)]
 
-    def close(self) -> None:
+    def close(self, patience: float = 0.0) -> None:
+        """End the workers: asked to, they tidy up; after `patience` seconds they are killed."""
+        for calls in self._calls if patience else ():
+            calls.put((None, {}))
         for worker in self._workers:
+            worker.join(patience)
             worker.kill()
             worker.join()
         self._workers = []
 
 
 POOL = Pool()
-atexit.register(POOL.close)
+atexit.register(POOL.close, patience=10.0)
 
 
 def _work(rank: int, port: int, calls: Any, answers: Any) -> None:
@@ -117,6 +121,8 @@ def _work(rank: int, port: int, calls: Any, answers: Any) -> None:
         return
     while True:
         function, kwargs = calls.get()
+        if function is None:
+            return
         try:
             answers.put((rank, True, pickle.dumps(function(**kwargs))))  # by value: no shared memory
         except BaseException:

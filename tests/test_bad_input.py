@@ -11,7 +11,7 @@ import pytest
 import torch
 from data_fixtures import CHATML, byte_tokenizer
 from datasets import Dataset, IterableDataset
-from laws.runs import FIELDS, run, sft
+from laws.runs import FIELDS, run, scratch, sft
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import tiny_model, token_rows
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -35,7 +35,7 @@ CHAT = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "
 def build(rows: Any = None, model: Any = None, template: str | None = CHATML, **fields: Any) -> SFTTrainer:
     return SFTTrainer(
         tiny_model("qwen3") if model is None else model,
-        SFTConfig(**FIELDS | {"output_dir": "unused"} | fields),
+        SFTConfig(**FIELDS | {"output_dir": scratch()} | fields),
         train_dataset=TEXT if rows is None else rows,
         processing_class=byte_tokenizer(template=template),
     )
@@ -158,7 +158,7 @@ def test_token_ids_outside_the_vocabulary():
 
 def test_no_data_set_at_all():
     trainer = SFTTrainer(
-        tiny_model("qwen3"), SFTConfig(**FIELDS, output_dir="unused"), processing_class=byte_tokenizer()
+        tiny_model("qwen3"), SFTConfig(**FIELDS, output_dir=scratch()), processing_class=byte_tokenizer()
     )
     with Raises(ConfigError, "`train_dataset` is None"):
         trainer.train()
@@ -199,7 +199,7 @@ def test_unknown_choices(field, value, known):
 @pytest.mark.parametrize("value", [0, -2])
 def test_impossible_geometry(field, value):
     with Raises(ConfigError, f"`{field}`", str(value), "at least 1"):
-        SFTConfig(**FIELDS | {"output_dir": "unused", field: value})
+        SFTConfig(**FIELDS | {"output_dir": scratch(), field: value})
 
 
 def test_a_data_set_smaller_than_a_batch_that_drops_the_last():
@@ -306,7 +306,7 @@ def test_a_model_without_a_head():
 
 def test_a_tokenizer_that_is_nowhere():
     with Raises(ModelError, "`processing_class`"):
-        SFTTrainer(tiny_model("qwen3"), SFTConfig(**FIELDS, output_dir="unused"), train_dataset=TEXT)
+        SFTTrainer(tiny_model("qwen3"), SFTConfig(**FIELDS, output_dir=scratch()), train_dataset=TEXT)
 
 
 def test_a_layout_that_is_not_exact():

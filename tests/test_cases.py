@@ -15,7 +15,7 @@ import pytest
 import torch
 from data_fixtures import CHATML, byte_tokenizer
 from datasets import Dataset, Features, List, Value
-from laws.runs import FIELDS, Run, bit_equal, run, same, sft
+from laws.runs import FIELDS, Run, bit_equal, run, same, scratch, sft
 from peft import LoraConfig, PeftModel
 from tiny import SHAPE, tiny_model, token_rows
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
@@ -37,7 +37,7 @@ def tokens(*rows: list[int], masked: int = 0) -> Dataset:
 
 def text_trainer(rows: list[dict[str, Any]], **fields: Any) -> SFTTrainer:
     """A trainer on text or chats, one token a byte."""
-    fields = {**FIELDS, "output_dir": "unused", **fields}
+    fields = {**FIELDS, "output_dir": scratch(), **fields}
     tokenizer = byte_tokenizer(template=CHATML)
     return SFTTrainer(tiny_model("qwen3"), SFTConfig(**fields), train_dataset=rows, processing_class=tokenizer)
 
@@ -121,7 +121,7 @@ def test_c05_overflow_is_accounted_for(capsys):
     rows = tokens([3] * 6, [4] * 2, [5] * 3, [6] * 2)
     trainer = SFTTrainer(
         tiny_model("qwen3"),
-        SFTConfig(**FIELDS, output_dir="unused", packing=True, max_length=5),
+        SFTConfig(**FIELDS, output_dir=scratch(), packing=True, max_length=5),
         train_dataset=rows,
         processing_class=byte_tokenizer(),
     )
@@ -210,7 +210,7 @@ def test_c11_padding_with_the_end_token_keeps_it_a_target():
     rows = tokens([5, 6, eos], [7, eos])
     trainer = SFTTrainer(
         tiny_model("qwen3"),
-        SFTConfig(**FIELDS | {"max_steps": 60, "optim": "adamw_torch", "learning_rate": 1e-2}, output_dir="unused"),
+        SFTConfig(**FIELDS | {"max_steps": 60, "optim": "adamw_torch", "learning_rate": 1e-2}, output_dir=scratch()),
         train_dataset=rows,
         processing_class=tokenizer,
     )

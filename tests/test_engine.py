@@ -11,7 +11,7 @@ import pytest
 import torch
 from data_fixtures import byte_tokenizer
 from datasets import Dataset, IterableDataset
-from laws.runs import bit_equal, run, same, sft
+from laws.runs import bit_equal, run, same, scratch, sft
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from tiny import tiny_model, token_rows
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -260,7 +260,7 @@ def test_a_stream_resumes_where_it_was(packing, tmp_path):
 
 def trainer_on(model: Any, **fields: Any) -> SFTTrainer:
     """Without a tokenizer given: it is the model's own."""
-    defaults = {"output_dir": "unused", "use_cpu": True, "bf16": False, "report_to": "none"}
+    defaults = {"output_dir": scratch(), "use_cpu": True, "bf16": False, "report_to": "none"}
     return SFTTrainer(model, SFTConfig(**defaults | fields), train_dataset=token_rows())
 
 
@@ -453,7 +453,7 @@ def test_an_optimizer_may_be_given():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     trainer = SFTTrainer(
         model,
-        SFTConfig(output_dir="unused", use_cpu=True, bf16=False, report_to="none", max_steps=1, save_strategy="no"),
+        SFTConfig(output_dir=scratch(), use_cpu=True, bf16=False, report_to="none", max_steps=1, save_strategy="no"),
         train_dataset=token_rows(),
         processing_class=byte_tokenizer(),
         optimizers=(optimizer, None),
@@ -516,7 +516,7 @@ def test_arguments_that_do_not_fit_are_refused(field):
     with pytest.raises(ConfigError, match=f"`{field}`"):
         SFTTrainer(
             tiny_model("qwen3"),
-            SFTConfig(output_dir="unused", use_cpu=True, bf16=False, report_to="none"),
+            SFTConfig(output_dir=scratch(), use_cpu=True, bf16=False, report_to="none"),
             train_dataset=Dataset.from_list([{"input_ids": [5, 6]}]),
             processing_class=byte_tokenizer(),
             **{field: lambda *args: None},

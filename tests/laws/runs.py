@@ -24,6 +24,14 @@ from posttrain import SFTConfig, SFTTrainer
 gc.collect()
 gc.freeze()
 
+_SCRATCH = tempfile.TemporaryDirectory(prefix="posttrain-")  # removed when the session ends
+
+
+def scratch() -> str:
+    """A fresh folder."""
+    return tempfile.mkdtemp(dir=_SCRATCH.name)
+
+
 FIELDS: dict[str, Any] = {
     "per_device_train_batch_size": 2,
     "max_steps": 3,
@@ -82,7 +90,7 @@ def sft(
 ) -> SFTTrainer:
     """An SFT trainer on a tiny Qwen3, 12 rows of 4 to 24 tokens of which a third is masked."""
     fields = FIELDS | fields
-    fields.setdefault("output_dir", tempfile.mkdtemp(prefix="posttrain-"))
+    fields.setdefault("output_dir", scratch())
     return SFTTrainer(
         tiny_model("qwen3") if model is None else model,
         SFTConfig(packing=packing, max_length=64, **fields),

@@ -5,7 +5,6 @@ Every law has a mutant that must fail it.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from laws.mutants import active, applied
-from laws.runs import TRAINERS, Run, bit_equal, run, same
+from laws.runs import TRAINERS, Run, bit_equal, run, same, scratch
 from peft import LoraConfig
 from pool import POOL
 from tiny import tiny_model, token_rows
@@ -246,7 +245,7 @@ def evaluate_ranked(trainer: str, mutant: str | None, **settings: Any) -> dict[s
 @law("cursor_not_restored")
 def two_resumed_by_one(trainer: str) -> None:
     """A checkpoint of two processes goes on in one."""
-    folder = tempfile.mkdtemp(prefix="posttrain-")
+    folder = scratch()
     settings: dict[str, Any] = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2, "output_dir": folder}
     whole = on_two(trainer, per_device_train_batch_size=2, **settings)
     # Half the processes, twice the rows: the same windows.
@@ -263,7 +262,7 @@ LORA = {"r": 4, "lora_dropout": 0.3, "target_modules": ["q_proj", "down_proj"]}
 def resumed(trainer: str, stop: int, packing: bool = False) -> tuple[Run, Run]:
     """A run of 8 steps (3 an epoch), and one that goes on from the checkpoint written at `stop`. Rows are shuffled and
     the adapter has dropout."""
-    folder = tempfile.mkdtemp(prefix="posttrain-")
+    folder = scratch()
     settings: dict[str, Any] = {
         "max_steps": 8,
         "per_device_train_batch_size": 1 if packing else 2,
