@@ -38,6 +38,7 @@ OVERRIDDEN: dict[str, list[str]] = {
     "prediction_step": ["self", "model", "inputs", "prediction_loss_only", "ignore_keys"],
     "_get_grad_norm": ["self", "model", "grad_norm"],
     "log": ["self", "logs", "start_time"],
+    "_save_checkpoint": ["self", "model", "trial"],
     "train": ["self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
     "get_train_dataloader": ["self"],
     "get_eval_dataloader": ["self", "eval_dataset"],
@@ -103,7 +104,7 @@ def test_the_override_takes_what_the_base_class_gives(name):
 
 def test_every_override_is_on_the_list():
     public = {n for n, v in vars(Engine).items() if callable(v) and n in vars(Trainer) and not n.startswith("__")}
-    missing = public - OVERRIDDEN.keys() - {"get_test_dataloader"}
+    missing = public - OVERRIDDEN.keys() - {"get_test_dataloader"}  # its base is not called
     assert not missing, f"engine.py overrides {sorted(missing)}: add the expected signatures here"
 
 

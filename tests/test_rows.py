@@ -407,3 +407,21 @@ def test_c24_a_stream_drops_rows_too():
     prepared, report = prepare_sft(stream, byte_tokenizer(), SFTRowOptions(max_length=8))
     assert [row["source"] for row in prepared] == [1, 3]
     assert (report.rows_in, report.rows_without_targets) == (4, 2)
+
+
+def test_rows_that_pack_dataset_joined_are_trained_apart():
+    from datasets import Dataset
+
+    from posttrain.data.packing import pack_dataset
+
+    rows = Dataset.from_list([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}, {"input_ids": [4, 3, 2, 1]}])
+    packed = pack_dataset(rows, 8)
+    prepared, report = prepare_sft(packed, byte_tokenizer(), SFTRowOptions(max_length=8))
+    assert sorted(prepared["input_ids"]) == [[4, 3, 2, 1], [5, 6, 7], [8, 9]]
+    assert report.targets == 3 + 2 + 1
+
+
+def test_rows_packed_elsewhere_are_refused():
+    rows = [{"input_ids": [5, 6, 7, 8], "position_ids": [0, 1, 0, 1]}]
+    with pytest.raises(DataError, match="position_ids"):
+        prepare_sft(rows, byte_tokenizer(), SFTRowOptions())

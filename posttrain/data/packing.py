@@ -54,6 +54,27 @@ def plan_bins(lengths: Sequence[int], capacity: int, strategy: str = "bfd") -> l
             gc.enable()
 
 
+def has_targets(weights: Sequence[float], piece: Piece) -> bool:
+    """Whether a piece trains anything: its first token has nothing before it."""
+    return any(weights[piece.start + 1 : piece.end])
+
+
+def drop_untrained(bins: list[list[Piece]], weights: Sequence[Sequence[float]]) -> tuple[list[list[Piece]], int, int]:
+    """Take out the pieces that train nothing, and the bins that held only such.
+
+    Returns the bins, how many pieces were dropped, and how many targets stand first in a piece that goes on from
+    another: they lost the tokens before them.
+    """
+    kept, dropped, beheaded = [], 0, 0
+    for pieces in bins:
+        trained = [piece for piece in pieces if has_targets(weights[piece.row], piece)]
+        dropped += len(pieces) - len(trained)
+        beheaded += sum(bool(piece.start and weights[piece.row][piece.start]) for piece in pieces)
+        if trained:
+            kept.append(trained)
+    return kept, dropped, beheaded
+
+
 def _best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[Piece]]:
     sizes = np.asarray(lengths, dtype=np.int64)
     if sizes.size and int(sizes.max()) > capacity:

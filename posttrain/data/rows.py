@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,10 @@ def prepare_sft(
     if first is None:
         raise EmptyDataError(f"The {name} set has no rows; check the file, the split and any filter.")
     columns = list(dict.fromkeys([*(dataset.column_names or ()), *first]))
+    if "seq_lengths" in columns and "input_ids" in columns:
+        dataset = dataset.map(_unpacked, batched=True, remove_columns=columns)
+        first = next(iter(dataset))
+        columns = list(first)
     kind = _kind(dict(first), columns, options, name)
     _check_options(kind, dict(first), options)
     report = PreparationReport(name)
@@ -134,6 +139,16 @@ def _table(rows: list[dict[str, Any]], name: str) -> Any:
         raise DataError(
             f"The {name} set: its rows make no table ({error}); give a column one type in all rows."
         ) from error
+
+
+def _unpacked(batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    """Rows that `pack_dataset` joined, one by one again: joined, they would see each other."""
+    cuts = [np.cumsum([0, *lengths]).tolist() for lengths in batch["seq_lengths"]]
+    parts: dict[str, list[Any]] = {name: [] for name in batch if name != "seq_lengths"}
+    for name, values in parts.items():
+        for row, cut in zip(batch[name], cuts, strict=True):
+            values.extend(row[start:end] for start, end in pairwise(cut))
+    return parts
 
 
 def _features(counted: bool) -> Any:
@@ -285,6 +300,9 @@ def _tokenized(row: dict[str, Any], options: SFTRowOptions) -> tuple[np.ndarray,
     if not isinstance(value, (list, np.ndarray)):
         raise DataError(f"column 'input_ids' holds {_shown(value)}; write a list of token ids.")
     ids = np.asarray(value, dtype=np.int32)
+    positions = _aligned(row, "position_ids", len(ids))
+    if positions is not None and not np.array_equal(positions, np.arange(len(ids))):
+        raise DataError("column 'position_ids' restarts: the row was packed; give the rows apart, with `packing` on.")
     weights = np.ones(len(ids), dtype=np.float32)
     labels = _aligned(row, "labels", len(ids))
     if labels is not None:

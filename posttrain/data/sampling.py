@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from torch.utils.data import BatchSampler, Dataset, IterableDataset
 
 from posttrain.data.forest import build_forest
-from posttrain.data.packing import Piece, plan_bins
+from posttrain.data.packing import Piece, has_targets, plan_bins
 from posttrain.types import Row, TokenBatch
 
 Item = list[tuple[Row, int]]
@@ -166,11 +166,12 @@ class StreamItems(IterableDataset):
         assert self.capacity is not None
         for pieces in plan_bins([len(row.input_ids) for row, _ in held], self.capacity, self.strategy):
             item = []
-            for piece in pieces:
+            for piece in (p for p in pieces if has_targets(held[p.row][0].weights, p)):
                 row, source = held[piece.row]
                 part = slice(piece.start, piece.end)
                 item.append((Row(row.input_ids[part], row.weights[part]), source))
-            yield item
+            if item:
+                yield item
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,7 @@ def wrap_adapter(model: Any, peft_config: PeftConfig | None) -> Any:
         _require("peft", "peft_config")
         from peft import get_peft_model
 
+        _refuse_prompt_learning(peft_config)
         _check_targets(model, peft_config)
         try:
             model = get_peft_model(model, peft_config, autocast_adapter_dtype=True)
@@ -120,8 +121,17 @@ def wrap_adapter(model: Any, peft_config: PeftConfig | None) -> Any:
                 f"peft cannot put the adapter on {type(model).__name__}: {error} `lora_target_modules` is "
                 f"{_shown(getattr(peft_config, 'target_modules', None))}; {_available(model)}"
             ) from error
+    if is_adapted(model):
+        _refuse_prompt_learning(model.active_peft_config)
     check_trainable(model)
     return model
+
+
+def _refuse_prompt_learning(config: Any) -> None:
+    if getattr(config, "is_prompt_learning", False):
+        raise ModelError(
+            f"`peft_config` is a {type(config).__name__}: virtual tokens have no place in a packed row; use LoRA."
+        )
 
 
 def check_trainable(model: nn.Module) -> None:

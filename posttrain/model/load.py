@@ -14,7 +14,7 @@ from posttrain.errors import ConfigError, ModelError
 from posttrain.model.adapters import check_trainable, is_adapted, wrap_adapter
 from posttrain.model.attention import FOREST
 from posttrain.model.probe import choose_layout
-from posttrain.model.scoring import Scoring, bind_head, head_spec
+from posttrain.model.scoring import Scoring, bind_head, head_spec, varying_rope
 from posttrain.parallel.ranks import say
 from posttrain.types import Layout
 
@@ -108,13 +108,22 @@ def prepare_model(
     if not isinstance(base_model(model), PreTrainedModel):
         raise ModelError(f"`model` is a {type(model).__name__}; give a name, a path or a transformers model.")
     model = wrap_adapter(model, peft_config)
+    low = {p.dtype for p in model.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)}
+    if low and not isinstance(source, str):
+        say(
+            f"`model` is trained in {str(min(low, key=str))[6:]}: updates below its precision are lost; for float32 "
+            "master weights load it with dtype=torch.float32, or give its name instead of the object."
+        )
     check_trainable(model)
     base = base_model(model)
     layout, why = choose_layout(base, options.layout)
     if layout != "padded":
         base.set_attn_implementation(FOREST)
     spec = head_spec(base.config, options.chunk_tokens, options.memory_bytes)
-    bind_head(base, Scoring(layout, spec, pad_to_multiple_of=options.pad_to_multiple_of))
+    scoring = Scoring(
+        layout, spec, pad_to_multiple_of=options.pad_to_multiple_of, one_by_one=varying_rope(base.config) is not None
+    )
+    bind_head(base, scoring)
     say(f"layout: {layout} ({why})")
     return Prepared(model, layout, _dropout(model))
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from posttrain.errors import LayoutError, ModelError
 from posttrain.model.attention import FOREST, Calls
-from posttrain.model.scoring import Scoring, bind_head, head_spec
+from posttrain.model.scoring import Scoring, bind_head, head_spec, varying_rope
 from posttrain.types import Layout, Segments, TokenBatch
 
 TOLERANCE = 2e-4
@@ -53,10 +53,8 @@ def _cannot_pack(model: PreTrainedModel) -> str | None:
     implementation = model.config._attn_implementation
     if implementation not in ("sdpa", FOREST, None):
         return f"`attn_implementation={implementation!r}` was asked for"
-    rope: Any = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    kinds = {rope.get("rope_type")} | {v.get("rope_type") for v in rope.values() if isinstance(v, dict)}
-    varying = sorted({"longrope", "dynamic"} & kinds)
-    return f"its {varying[0]} rotary frequencies depend on the row's length" if varying else None
+    varying = varying_rope(model.config)
+    return f"its {varying} rotary frequencies depend on the row's length" if varying else None
 
 
 def shrunken(model: Any) -> PreTrainedModel:
@@ -104,7 +102,8 @@ def _probe(model: PreTrainedModel, layout: Layout) -> str | None:
         return f"its shrunken copy cannot be built: {type(error).__name__}: {error}"
     if layout != "padded":
         small.set_attn_implementation(FOREST)
-    bind_head(small, Scoring(layout, head_spec(small.config)))
+    one_by_one = varying_rope(small.config) is not None
+    bind_head(small, Scoring(layout, head_spec(small.config), one_by_one=one_by_one))
     batch, rows = _probe_batch(shared=layout == "packed")
     before = Calls.forest
     try:

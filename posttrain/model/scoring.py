@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -30,6 +31,7 @@ class Scoring:
     spec: HeadSpec = field(default_factory=HeadSpec)
     padding_side: str = "right"
     pad_to_multiple_of: int | None = None
+    one_by_one: bool = False  # one sequence a forward, where rows of other lengths would change its positions
 
 
 def head_spec(config: Any, chunk_tokens: int | None = None, memory_bytes: int = 256 << 20) -> HeadSpec:
@@ -48,19 +50,28 @@ def head_spec(config: Any, chunk_tokens: int | None = None, memory_bytes: int = 
     return HeadSpec(scale, getattr(text, "final_logit_softcapping", None), chunk_tokens, memory_bytes)
 
 
+def varying_rope(config: Any) -> str | None:
+    """The kind of rotary embedding whose frequencies follow from the longest position of a forward, if it is one."""
+    rope: Any = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type")} | {v.get("rope_type") for v in rope.values() if isinstance(v, dict)}
+    return min({"longrope", "dynamic"} & kinds, default=None)
+
+
 def bind_head(model: PreTrainedModel, scoring: Scoring) -> None:
     """Teach a causal language model to score token batches. Other calls go to its own forward; binding again replaces
     the settings. Raises `ModelError` for a model without an output projection."""
-    head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
+    head: Any = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         raise ModelError(
-            f"`model` is a {type(model).__name__} whose output projection is {type(head).__name__}, not a linear "
-            "layer; load it with AutoModelForCausalLM, and leave the head out of `lora_target_modules`."
+            f"`model` is a {type(model).__name__} whose output projection is a {type(head).__module__}."
+            f"{type(head).__name__}; only a plain linear head can be scored: leave it out of `lora_target_modules`, "
+            "`lora_modules_to_save` and quantization."
         )
-    bound = "_posttrain_scoring" in model.__dict__
     object.__setattr__(model, "_posttrain_scoring", scoring)
-    if bound:
-        return
+    _bind(model, head)
+
+
+def _bind(model: Any, head: Any) -> None:
     own_forward, own_head = type(model).forward, type(head).forward
 
     @functools.wraps(own_forward)
@@ -76,8 +87,11 @@ def bind_head(model: PreTrainedModel, scoring: Scoring) -> None:
         targets, spec, request = call
         return linear_scores(hidden, self.weight, targets, self.bias, spec, request)
 
-    model.forward = MethodType(forward, model)
-    head.forward = MethodType(head_forward, head)
+    # Each by its own mark: resizing the vocabulary replaces the head of a bound model.
+    for module, bound in ((model, forward), (head, head_forward)):
+        if "_posttrain_bound" not in module.__dict__:
+            object.__setattr__(module, "_posttrain_bound", True)
+            module.forward = MethodType(bound, module)
 
 
 def _score(model: Any, batch: TokenBatch, request: ScoreRequest) -> TokenScores:
@@ -106,15 +120,29 @@ def _forest_hidden(model: Any, batch: TokenBatch) -> Tensor:
 def _padded_hidden(model: Any, batch: TokenBatch, scoring: Scoring) -> Tensor:
     """Hidden states at the read-outs [N, H], from one padded row a sequence."""
     rows = pad_rows(batch, scoring.padding_side, scoring.pad_to_multiple_of)
-    real = rows.index >= 0
-    at = rows.index.clamp(min=0)
-    output = model.base_model(
+    if not scoring.one_by_one:
+        return _rows_hidden(model, batch, rows.index)[rows.read_row, rows.read_column]
+    found, order = [], []
+    for s, leaf in enumerate(batch.leaf or (0,)):
+        positions = torch.from_numpy(batch.segments.positions(leaf)).to(rows.index.device)
+        states = _rows_hidden(model, batch, positions[None])[0]
+        mine = torch.nonzero(rows.read_row == s)[:, 0]
+        shift = (rows.index[s] < 0).sum() if scoring.padding_side == "left" else 0
+        found.append(states[rows.read_column[mine] - shift])
+        order.append(mine)
+    return torch.cat(found)[torch.argsort(torch.cat(order))]
+
+
+def _rows_hidden(model: Any, batch: TokenBatch, index: Tensor) -> Tensor:
+    """Hidden states [S, L, H] of padded rows, given the position in the forest of each token (−1: padding)."""
+    real = index >= 0
+    at = index.clamp(min=0)
+    return model.base_model(
         input_ids=batch.input_ids[at].masked_fill(~real, 0),
         attention_mask=real.long(),
         position_ids=batch.position_ids[at].masked_fill(~real, 0),
         use_cache=False,
-    )
-    return output.last_hidden_state[rows.read_row, rows.read_column]
+    ).last_hidden_state
 
 
 def _once(request: ScoreRequest, distinct: Distinct) -> ScoreRequest:

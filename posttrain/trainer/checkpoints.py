@@ -24,14 +24,23 @@ def find_checkpoint(asked: str | bool | None, output_dir: str | None) -> str | N
             raise ConfigError(
                 f"`resume_from_checkpoint` is {asked!r}; no checkpoint is there (no complete trainer_state.json)."
             )
-        return str(asked)
+        return _with_optimizer(Path(str(asked)))
     folder = Path(output_dir or "trainer_output").expanduser()
     steps = {int(path.name[11:]): path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()}
     for step in sorted(steps, reverse=True):
         if is_complete(steps[step]):
-            return str(steps[step])
+            return _with_optimizer(steps[step])
         logger.warning("%s is half-written; looking for an older checkpoint", steps[step])
     raise ConfigError(f"`resume_from_checkpoint` is {asked!r}, and `output_dir` ({folder}) holds no checkpoint.")
+
+
+def _with_optimizer(folder: Path) -> str:
+    if not any(any(folder.glob(pattern)) for pattern in ("optimizer*", "global_step*", "pytorch_model_fsdp*")):
+        raise ConfigError(
+            f"`resume_from_checkpoint`: {folder} was saved with `save_only_model`, without the optimizer, and cannot "
+            "be gone on from exactly; start a new run with `model_name_or_path` set to it."
+        )
+    return str(folder)
 
 
 def is_complete(folder: Path) -> bool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -33,7 +32,7 @@ from posttrain.trainer.callbacks import RichProgressCallback
 from posttrain.trainer.checkpoints import find_checkpoint
 from posttrain.trainer.config import BaseConfig
 from posttrain.trainer.loading import eval_loader, train_loader
-from posttrain.trainer.meter import Meter
+from posttrain.trainer.meter import Meter, Speed
 from posttrain.trainer.predictions import Predictions
 from posttrain.trainer.randomness import preserved_rng
 from posttrain.types import LossOutput, Mean, TokenBatch
@@ -78,7 +77,7 @@ class Engine(Trainer, abc.ABC):
         self.meter = Meter()
         self.window = Window(units=0.0)
         self._window_loss: Tensor | float = 0.0
-        self._last_log = (time.perf_counter(), 0.0)
+        self.speed = Speed()
         with preserved_rng():
             super().__init__(model=model, args=args, **kwargs)
         self.loss_is_scaled_for_ga = True
@@ -112,6 +111,7 @@ class Engine(Trainer, abc.ABC):
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, Any]:
         """Pull the window, run its no-grad half, and count its units over all ranks. Always `num_batches`
         micro-batches."""
+        self.speed.run(0)
         window = [inputs["batch"] for inputs in (next(epoch_iterator, None) for _ in range(num_batches)) if inputs]
         window += [build_forest([])] * (num_batches - len(window))
         self._set_window(measure=self._next_step_logs(), sources=tuple(s for b in window for s in b.source))
@@ -121,6 +121,7 @@ class Engine(Trainer, abc.ABC):
         self._set_window(units=units)
         self._window_loss = 0.0
         self.state.num_input_tokens_seen += int(tokens)
+        self.speed.run(tokens)
         self._measure_layout(window)
         if units == 0:
             logger.warning("step %d has no targets; its weights stay as they are", self.state.global_step + 1)
@@ -241,8 +242,12 @@ class Engine(Trainer, abc.ABC):
         checkpoint = find_checkpoint(asked, self.args.output_dir)
         if checkpoint is None:
             set_seed(self.args.seed)
-        self._last_log = (time.perf_counter(), float(self.state.num_input_tokens_seen))
+        self.speed = Speed()
         return super().train(checkpoint, *args, **kwargs)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.speed.stand()
+        super()._save_checkpoint(model, trial)
 
     # ---- loaders -----------------------------------------------------------------------------------------------------
 
@@ -278,12 +283,14 @@ class Engine(Trainer, abc.ABC):
     ) -> EvalLoopOutput:
         """The same two halves without grad. The loss is Σ total / Σ units over the whole set, whatever the batch
         size."""
+        self.speed.stand()
         model = self._evaluation_model(dataloader)
         training_window, training_meter = self.window, self.meter
         self.window, self.meter = Window(units=0.0, measure=True), Meter()
         sums = torch.zeros(2, dtype=torch.float64)
         rows = 0
-        predictions = Predictions(self.preprocess_logits_for_metrics) if self.compute_metrics else None
+        wanted = self.compute_metrics is not None and not (prediction_loss_only or self.args.prediction_loss_only)
+        predictions = Predictions(self.preprocess_logits_for_metrics) if wanted else None
         with torch.no_grad():
             for inputs in dataloader:
                 rows += inputs["batch"].num_sequences
@@ -293,6 +300,7 @@ class Engine(Trainer, abc.ABC):
                     sums += torch.stack([output.total.double().cpu(), self.unit(piece).double().cpu()])
                 if predictions is not None:
                     predictions.add(model, inputs["batch"].to(self.args.device))
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         total, units, count = all_sum(torch.cat([sums, torch.tensor([float(rows)])]).to(self.args.device)).tolist()
         if units == 0:
             raise EmptyDataError("`eval_dataset` has no targets; every row of it is masked or too short.")
@@ -324,11 +332,8 @@ class Engine(Trainer, abc.ABC):
         """Add what the meter holds to a training line: one reduction over the ranks, here and nowhere else."""
         if "loss" in logs:
             logs.update(self.meter.drain())
-            now, seen = time.perf_counter(), float(self.state.num_input_tokens_seen)
-            before, seen_before = self._last_log
-            logs["num_tokens"] = seen
-            logs["tokens_per_second"] = (seen - seen_before) / max(now - before, 1e-9)
-            self._last_log = (now, seen)
+            logs["num_tokens"] = float(self.state.num_input_tokens_seen)
+            logs["tokens_per_second"] = self.speed.drain()
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -368,6 +373,10 @@ def _refuse(args: BaseConfig, config: Any) -> None:
         "torch_compile": args.torch_compile,
         "auto_find_batch_size": args.auto_find_batch_size,
         "ignore_data_skip": args.ignore_data_skip,
+        "include_for_metrics": bool(args.include_for_metrics),
+        "batch_eval_metrics": args.batch_eval_metrics,
+        "bf16_full_eval": args.bf16_full_eval,
+        "fp16_full_eval": args.fp16_full_eval,
         "dispatch_batches": bool(getattr(args.accelerator_config, "dispatch_batches", None)),
     }
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)

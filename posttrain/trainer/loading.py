@@ -9,10 +9,10 @@ import torch
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
 
-from posttrain.data.packing import plan_bins
+from posttrain.data.packing import drop_untrained, plan_bins
 from posttrain.data.sampling import Collator, RowItems, StreamItems, WindowSampler, row_lengths
 from posttrain.errors import ConfigError, DataError, EmptyDataError
-from posttrain.parallel.ranks import rank, world_size
+from posttrain.parallel.ranks import rank, say, world_size
 
 
 class EpochLoader(DataLoader):
@@ -95,6 +95,10 @@ def make_items(rows: Any, args: Any, packing: bool, name: str) -> RowItems | Str
             on_empty=lambda: EmptyDataError(f"The {name} stream has no row with something to train."),
         )
     bins = None if capacity is None else plan_bins(row_lengths(rows), capacity, strategy)
+    if bins is not None and strategy != "bfd":
+        bins, dropped, beheaded = drop_untrained(bins, rows["weights"][:])
+        if dropped or beheaded:
+            say(f"{name}: {dropped} pieces without targets dropped; {beheaded} targets lost at the cuts of rows")
     return RowItems(rows, bins)
 
 

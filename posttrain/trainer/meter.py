@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from torch import Tensor
 
 from posttrain.parallel.ranks import gather_objects
@@ -33,3 +35,28 @@ class Meter:
 
 def _number(value: Tensor | float) -> float:
     return float(value)
+
+
+class Speed:
+    """Tokens a second of training alone: the clock stands while the run evaluates, saves or has not begun."""
+
+    def __init__(self) -> None:
+        self._tokens, self._seconds = 0.0, 0.0
+        self._since: float | None = None
+
+    def run(self, tokens: float) -> None:
+        """A step over so many tokens begins."""
+        self._since = time.perf_counter() if self._since is None else self._since
+        self._tokens += tokens
+
+    def stand(self) -> None:
+        if self._since is not None:
+            self._seconds += time.perf_counter() - self._since
+        self._since = None
+
+    def drain(self) -> float:
+        """Tokens a second since the last call."""
+        self.stand()
+        speed = self._tokens / max(self._seconds, 1e-9)
+        self._tokens, self._seconds = 0.0, 0.0
+        return speed

@@ -19,7 +19,7 @@ class Predictions:
 
     def __init__(self, preprocess: Callable[..., Any] | None) -> None:
         self.preprocess = preprocess
-        self.parts: list[tuple[Any, np.ndarray]] = []
+        self.parts: list[tuple[np.ndarray, np.ndarray, tuple[int, ...]]] = []
 
     def add(self, model: Any, batch: TokenBatch) -> None:
         if not batch.num_sequences:
@@ -33,18 +33,18 @@ class Predictions:
         if self.preprocess is not None:
             logits = self.preprocess(logits, labels)
         logits = logits[0] if isinstance(logits, tuple) else logits
-        self.parts.append(
-            (logits.float().cpu().numpy() if logits.is_floating_point() else logits.cpu().numpy(), labels.cpu().numpy())
-        )
+        found = (logits.float() if logits.is_floating_point() else logits).cpu().numpy()
+        self.parts.append((found, labels.cpu().numpy(), batch.source))
 
     def compute(
         self, compute_metrics: Callable[[EvalPrediction], dict[str, float]]
     ) -> tuple[np.ndarray, np.ndarray, dict]:
-        """Predictions and labels of all ranks, and the user's metrics over them."""
+        """Predictions and labels of all ranks in the order of the data set, and the user's metrics over them."""
         parts = [part for rank in gather_objects(self.parts) for part in rank]
-        length = max(labels.shape[1] for _, labels in parts)
-        predictions = np.concatenate([_widen(p, length, -100) for p, _ in parts])
-        labels = np.concatenate([_widen(x, length, -100) for _, x in parts])
+        length = max(labels.shape[1] for _, labels, _ in parts)
+        order = np.argsort([source for *_, sources in parts for source in sources], kind="stable")
+        predictions = np.concatenate([_widen(p, length, -100) for p, *_ in parts])[order]
+        labels = np.concatenate([_widen(x, length, -100) for _, x, _ in parts])[order]
         return predictions, labels, compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels))
 
 
