@@ -135,7 +135,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    info = machine(args.threads)
+    info = machine(args.threads, args.clock)
     native = info["native_bf16"]
     few = args.tokens if native else args.emulated_tokens
     cases = {"fp32": args.tokens} if args.dtype == "fp32" or (args.dtype == "auto" and not native) else {}

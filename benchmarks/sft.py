@@ -199,7 +199,7 @@ def verdicts(scenario: str, entries: list[dict[str, Any]]) -> list[str]:
 
 def leak_lines(bench: Bench) -> tuple[list[str], dict[str, Any]]:
     lines, found = [], {}
-    for side in TRL:
+    for side in [s for s in TRL if s in bench.args.sides]:
         note(f"packing, does a neighbour leak, {NAMES[side]}")
         found[side] = result = bench.leaks(side)
         if "failed" in result:
@@ -247,7 +247,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    info = machine(args.threads)
+    info = machine(args.threads, args.clock)
     print(describe(info), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(args, info, folder)
