@@ -87,11 +87,11 @@ def answer_all(
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from posttrain.trainer.config import has_native_bf16
+    from posttrain.parallel.device import native_bf16
 
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     # bfloat16 without hardware for it is several times slower than float32.
-    dtype = torch.bfloat16 if has_native_bf16() else torch.float32
+    dtype = torch.bfloat16 if native_bf16() else torch.float32
     tokenizer = AutoTokenizer.from_pretrained(model_path, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).to(device).eval()
     texts = [tokenizer.apply_chat_template(row.prompt, tokenize=False, add_generation_prompt=True) for row in rows]

@@ -208,6 +208,7 @@ def test_resume_takes_the_newest_complete_checkpoint(tmp_path: Path, data: str, 
         (tmp_path / "out" / f"checkpoint-{step}").mkdir(parents=True)
     for step in (3, 9, 10):  # 12 was cut off while it was written
         (tmp_path / "out" / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+        (tmp_path / "out" / f"checkpoint-{step}" / "optimizer.pt").write_text("")
     ten, nine = (str(tmp_path / "out" / f"checkpoint-{step}") for step in (10, 9))
     for asked, found in (("true", ten), ("last", ten), (nine, nine), ("none", None), ("false", None)):
         assert sft(tmp_path, "--dataset_name", data, "--resume_from_checkpoint", asked) == 0
@@ -217,6 +218,7 @@ def test_resume_takes_the_newest_complete_checkpoint(tmp_path: Path, data: str, 
 def test_resume_from_a_file(tmp_path: Path):
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "checkpoint-1" / "trainer_state.json").write_text("{}")
+    (tmp_path / "checkpoint-1" / "optimizer.pt").write_text("")
     file = tmp_path / "run.yaml"
     file.write_text(f"resume_from_checkpoint: true\noutput_dir: {tmp_path}", encoding="utf-8")
     from posttrain.cli.parse import parse

@@ -154,7 +154,16 @@ def test_the_base_class_goes_through_every_seam(monkeypatch):
         monkeypatch.setattr(Engine, name, spy)
     from tiny import token_rows
 
-    run(sft(max_steps=2, eval_rows=token_rows(2), eval_strategy="steps", eval_steps=1))
+    run(
+        sft(
+            max_steps=2,
+            eval_rows=token_rows(2),
+            eval_strategy="steps",
+            eval_steps=1,
+            save_strategy="steps",
+            save_steps=1,
+        )
+    )
     missing = OVERRIDDEN.keys() - unused - called
     assert not missing, f"seams that transformers.Trainer no longer calls: {sorted(missing)}"
 

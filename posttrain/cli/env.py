@@ -69,6 +69,6 @@ def _device() -> str:
 
 
 def _bf16() -> str:
-    from posttrain.trainer.config import has_native_bf16
+    from posttrain.parallel.device import native_bf16
 
-    return "yes" if has_native_bf16() else "no"
+    return "yes" if native_bf16() else "no"

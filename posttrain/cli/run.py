@@ -32,7 +32,7 @@ def sft(values: Values) -> None:
     args: Any = construct(SFTConfig, values["SFTConfig"])
     args.model_init_kwargs = model_init_kwargs(model, args)
     peft_config, quantization_config = get_peft_config(model), get_quantization_config(model)
-    train, evaluation = load_data(script, mixture, wants_eval=str(args.eval_strategy.value) != "no")
+    train, evaluation = load_data(script, mixture, wants_eval=args.do_eval or args.eval_on_start)
     trainer: Any = SFTTrainer(
         model=model.model_name_or_path,
         args=args,

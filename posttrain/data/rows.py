@@ -299,7 +299,10 @@ def _tokenized(row: dict[str, Any], options: SFTRowOptions) -> tuple[np.ndarray,
     value = row.get("input_ids")
     if not isinstance(value, (list, np.ndarray)):
         raise DataError(f"column 'input_ids' holds {_shown(value)}; write a list of token ids.")
-    ids = np.asarray(value, dtype=np.int32)
+    ids = np.asarray(value) if len(value) else np.empty(0, dtype=np.int32)
+    if ids.dtype.kind not in "iu":
+        raise DataError(f"column 'input_ids' holds {ids.dtype} values; write whole numbers.")
+    ids = ids.astype(np.int32)
     positions = _aligned(row, "position_ids", len(ids))
     if positions is not None and not np.array_equal(positions, np.arange(len(ids))):
         raise DataError("column 'position_ids' restarts: the row was packed; give the rows apart, with `packing` on.")

@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, Dataset, IterableDataset
 
 from posttrain.data.forest import build_forest
 from posttrain.data.packing import Piece, has_targets, plan_bins
+from posttrain.errors import DataError
 from posttrain.types import Row, TokenBatch
 
 Item = list[tuple[Row, int]]
@@ -133,6 +134,7 @@ class StreamItems(IterableDataset):
     ) -> None:
         self.rows, self.batch_size, self.world_size, self.rank = rows, batch_size, world_size, rank
         self.capacity, self.strategy, self.buffer, self.on_empty = capacity, strategy, buffer, on_empty
+        self.vocabulary: int | None = None  # how many token ids the model knows, once it is loaded
 
     def __iter__(self) -> Iterator[list[Item]]:
         pending: list[Item] = []
@@ -150,7 +152,7 @@ class StreamItems(IterableDataset):
                 raise self.on_empty() if self.on_empty else StopIteration
 
     def _items(self) -> Iterator[Item]:
-        rows = ((Row(list(row["input_ids"]), list(row["weights"])), int(row["source"])) for row in self.rows)
+        rows = (self._row(row) for row in self.rows)
         if self.capacity is None:
             yield from ([row] for row in rows)
             return
@@ -162,6 +164,11 @@ class StreamItems(IterableDataset):
                 held = []
         yield from self._bins(held)
 
+    def _row(self, row: dict[str, Any]) -> tuple[Row, int]:
+        if self.vocabulary is not None:
+            refuse_unknown_ids(min(row["input_ids"]), max(row["input_ids"]), self.vocabulary, f"row {row['source']}: ")
+        return Row(list(row["input_ids"]), list(row["weights"])), int(row["source"])
+
     def _bins(self, held: list[tuple[Row, int]]) -> Iterator[Item]:
         assert self.capacity is not None
         for pieces in plan_bins([len(row.input_ids) for row, _ in held], self.capacity, self.strategy):
@@ -172,6 +179,16 @@ class StreamItems(IterableDataset):
                 item.append((Row(row.input_ids[part], row.weights[part]), source))
             if item:
                 yield item
+
+
+def refuse_unknown_ids(low: int, high: int, vocabulary: int, where: str = "") -> None:
+    """Raise `DataError` for token ids that the model has no embedding for."""
+    if low < 0 or high >= vocabulary:
+        raise DataError(
+            f"{where}`input_ids` hold {low if low < 0 else high}, and the model has {vocabulary} embeddings "
+            f"(0 … {vocabulary - 1}); give `processing_class` the tokenizer that belongs to the model, or resize its "
+            "embeddings."
+        )
 
 
 @dataclass(frozen=True)

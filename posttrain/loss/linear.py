@@ -29,7 +29,7 @@ class HeadSpec:
     scale: float = 1.0
     softcap: float | None = None
     chunk_tokens: int | None = None
-    memory_bytes: int = 256 << 20
+    memory_bytes: int = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,16 @@ def product_dtype(weight: Tensor) -> torch.dtype:
     return dtype
 
 
+CPU_CHUNK_BYTES = 48 << 20
+"""Logits a CPU projects at once: products of more rows are no faster there."""
+
+
 def _chunk_tokens(weight: Tensor, memory_bytes: int) -> int:
     """Read-outs whose logits fit in the budget; off the CPU, where the softmax is not blocked, with two fp32 copies."""
-    softmax = 0 if weight.device.type == "cpu" else 8
-    return max(16, memory_bytes // ((product_dtype(weight).itemsize + softmax) * weight.shape[0]))
+    each = product_dtype(weight).itemsize * weight.shape[0]
+    if weight.device.type == "cpu":
+        return max(16, min(memory_bytes, CPU_CHUNK_BYTES) // each)
+    return max(16, memory_bytes // (each + 8 * weight.shape[0]))
 
 
 def _chunks(total: int, size: int) -> Iterator[slice]:
@@ -147,7 +153,7 @@ class _Planned(torch.autograd.Function):
         if ctx.late:
             d_weight = _weight_gradient(hidden, weight, bias, targets, slopes, ctx.plan)
         return (
-            None if d_hidden is None else d_hidden * grad.to(d_hidden.dtype),
+            None if d_hidden is None else (d_hidden.float() * grad).to(d_hidden.dtype),
             None if d_weight is None else (d_weight * grad).to(ctx.weight_dtype),
             None if d_bias is None else (d_bias * grad).to(ctx.bias_dtype),
             None,

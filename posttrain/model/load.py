@@ -15,6 +15,7 @@ from posttrain.model.adapters import check_trainable, is_adapted, wrap_adapter
 from posttrain.model.attention import FOREST
 from posttrain.model.probe import choose_layout
 from posttrain.model.scoring import Scoring, bind_head, head_spec, varying_rope
+from posttrain.parallel.device import native_bf16
 from posttrain.parallel.ranks import say
 from posttrain.types import Layout
 
@@ -29,7 +30,7 @@ class LoadOptions:
     trust_remote_code: bool = False
     layout: str = "auto"
     chunk_tokens: int | None = None
-    memory_bytes: int = 256 << 20
+    memory_bytes: int = 1 << 30
     pad_to_multiple_of: int | None = None
 
 
@@ -107,6 +108,9 @@ def prepare_model(
                 raise ConfigError(f"`{field}` is set and `model` is an object already; pass a name or drop the field.")
     if not isinstance(base_model(model), PreTrainedModel):
         raise ModelError(f"`model` is a {type(model).__name__}; give a name, a path or a transformers model.")
+    for wrapped in {id(m): m for m in (model, base_model(model))}.values():
+        if "_original_forward" in wrapped.__dict__:  # another trainer's autocast, left in place by accelerate
+            del wrapped.forward, wrapped._original_forward
     model = wrap_adapter(model, peft_config)
     low = {p.dtype for p in model.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)}
     if low and not isinstance(source, str):
@@ -141,9 +145,13 @@ def _load(source: str, options: LoadOptions, adapted: bool, quantization_config:
         kwargs["quantization_config"] = quantization_config
     kwargs.setdefault("trust_remote_code", options.trust_remote_code)
     try:
-        return AutoModelForCausalLM.from_pretrained(source, **kwargs)
+        model = AutoModelForCausalLM.from_pretrained(source, **kwargs)
     except Exception as error:
         raise ModelError(f"`model` is {source!r}, which cannot be loaded: {_first_line(error)}") from error
+    if dtype is None and quantization_config is None and model.dtype == torch.bfloat16 and not native_bf16():
+        say("dtype: float32, since this CPU only emulates bfloat16, the stored one; `dtype` overrides")
+        model = model.float()
+    return model
 
 
 def _dropout(model: Any) -> float:

@@ -29,9 +29,7 @@ def pad_rows(batch: TokenBatch, side: str = "right", multiple: int | None = None
     """Unroll a forest into one padded row a sequence. A batch without sequences gives one row of its one token."""
     leaves = batch.leaf or (0,)
     positions = [batch.segments.positions(leaf) for leaf in leaves]
-    length = max(len(p) for p in positions)
-    if multiple:
-        length = -(-length // multiple) * multiple
+    length = padded_length(max(len(p) for p in positions), multiple)
     index = np.full((len(leaves), length), -1, dtype=np.int64)
     column = np.zeros(len(batch.targets), dtype=np.int64)
     sequence, read_from = batch.sequence.cpu().numpy(), batch.read_from.cpu().numpy()
@@ -42,3 +40,8 @@ def pad_rows(batch: TokenBatch, side: str = "right", multiple: int | None = None
         column[mine] = offset + np.searchsorted(p, read_from[mine])
     device = batch.input_ids.device
     return PaddedRows(torch.from_numpy(index).to(device), batch.sequence, torch.from_numpy(column).to(device))
+
+
+def padded_length(longest: int, multiple: int | None) -> int:
+    """Columns of padded rows. e.g. 10 tokens, a multiple of 8 -> 16"""
+    return -(-longest // multiple) * multiple if multiple else longest

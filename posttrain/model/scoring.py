@@ -34,7 +34,7 @@ class Scoring:
     one_by_one: bool = False  # one sequence a forward, where rows of other lengths would change its positions
 
 
-def head_spec(config: Any, chunk_tokens: int | None = None, memory_bytes: int = 256 << 20) -> HeadSpec:
+def head_spec(config: Any, chunk_tokens: int | None = None, memory_bytes: int = 1 << 30) -> HeadSpec:
     """Read from a model's config what follows its output projection.
 
     Cohere multiplies by `logit_scale`, Granite divides by `logits_scaling`, Gemma caps with `final_logit_softcapping`.
@@ -64,8 +64,8 @@ def bind_head(model: PreTrainedModel, scoring: Scoring) -> None:
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         raise ModelError(
             f"`model` is a {type(model).__name__} whose output projection is a {type(head).__module__}."
-            f"{type(head).__name__}; only a plain linear head can be scored: leave it out of `lora_target_modules`, "
-            "`lora_modules_to_save` and quantization."
+            f"{type(head).__name__}; only a plain linear head can be scored: load it with AutoModelForCausalLM, and "
+            "leave the head out of `lora_target_modules`, `lora_modules_to_save` and quantization."
         )
     object.__setattr__(model, "_posttrain_scoring", scoring)
     _bind(model, head)
@@ -87,11 +87,10 @@ def _bind(model: Any, head: Any) -> None:
         targets, spec, request = call
         return linear_scores(hidden, self.weight, targets, self.bias, spec, request)
 
-    # Each by its own mark: resizing the vocabulary replaces the head of a bound model.
+    # Bound anew each time: resizing replaces the head, and accelerate leaves its autocast in a forward it has wrapped.
     for module, bound in ((model, forward), (head, head_forward)):
-        if "_posttrain_bound" not in module.__dict__:
-            object.__setattr__(module, "_posttrain_bound", True)
-            module.forward = MethodType(bound, module)
+        module.__dict__.pop("_original_forward", None)
+        module.forward = MethodType(bound, module)
 
 
 def _score(model: Any, batch: TokenBatch, request: ScoreRequest) -> TokenScores:

@@ -50,3 +50,12 @@ def is_complete(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return True
+
+
+def forget(output_dir: str | None, step: int) -> None:
+    """Take the mark of completeness from a checkpoint that is about to be written again."""
+    from posttrain.parallel.ranks import barrier, rank  # torch; the command line asks before it is imported
+
+    if rank() == 0:
+        (Path(output_dir or "trainer_output") / f"checkpoint-{step}" / "trainer_state.json").unlink(missing_ok=True)
+    barrier()

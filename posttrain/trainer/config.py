@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 
 from posttrain.errors import ConfigError, suggest
 from posttrain.model.load import LoadOptions, Prepared
+from posttrain.parallel.device import native_bf16
 from posttrain.parallel.ranks import say
 
 
@@ -56,7 +57,7 @@ class BaseConfig(TrainingArguments):
     """Read-outs the head projects at once. Unset: as many as fit in `head_memory_mb`."""
     head_memory_mb: int | None = None
     """Memory the head may take, in MiB: a chunk of logits, and the gradient of its weight when formed in the forward
-    pass (else it costs a fourth product). Unset: 256 on a CPU, 4,096 elsewhere."""
+    pass (else it costs a fourth product). Unset: 1,024 on a CPU, 4,096 elsewhere."""
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
 
@@ -64,7 +65,7 @@ class BaseConfig(TrainingArguments):
         if not torch.accelerator.is_available():
             self.use_cpu = True
         if self.bf16 is None:
-            self.bf16 = not self.fp16 and has_native_bf16()
+            self.bf16 = not self.fp16 and native_bf16()
         if self.activation_checkpointing is None:
             self.activation_checkpointing = bool(self.gradient_checkpointing)
         if self.activation_checkpointing_kwargs is None and self.gradient_checkpointing_kwargs is None:
@@ -111,6 +112,11 @@ class BaseConfig(TrainingArguments):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"`{name}` is {value}; it must be at least 1.")
+        for name in ("learning_rate", "weight_decay", "warmup_steps"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"`{name}` is {getattr(self, name)}; it cannot be negative.")
+        if self.max_steps < 1 and self.num_train_epochs <= 0:
+            raise ConfigError(f"`num_train_epochs` is {self.num_train_epochs}; set it, or `max_steps`, above 0.")
         if self.n_gpu > 1:
             # One process with several GPUs would be wrapped in nn.DataParallel by the base class.
             self._n_gpu = 1
@@ -119,15 +125,6 @@ class BaseConfig(TrainingArguments):
                 f"accelerate launch --num_processes {torch.cuda.device_count()} …",
                 stacklevel=3,
             )
-
-
-def has_native_bf16() -> bool:
-    """Whether the device multiplies bfloat16 in hardware (tensor cores, AMX, AVX512-BF16)."""
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    if torch.accelerator.is_available():
-        return True
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def load_options(args: BaseConfig) -> LoadOptions:
@@ -141,7 +138,7 @@ def load_options(args: BaseConfig) -> LoadOptions:
         trust_remote_code=args.trust_remote_code,
         layout=args.layout,
         chunk_tokens=args.head_chunk_tokens,
-        memory_bytes=(args.head_memory_mb or (256 if args.use_cpu else 4096)) << 20,
+        memory_bytes=(args.head_memory_mb or (1024 if args.use_cpu else 4096)) << 20,
         pad_to_multiple_of=args.pad_to_multiple_of,
     )
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -27,9 +28,10 @@ from transformers.trainer_utils import EvalLoopOutput, set_seed
 from posttrain.data.forest import build_forest, split_forest
 from posttrain.data.sampling import Collator, RowItems
 from posttrain.errors import ConfigError, EmptyDataError, NonFiniteError, TrainingError
+from posttrain.model.padding import padded_length
 from posttrain.parallel.ranks import all_max, all_sum, say, world_size
 from posttrain.trainer.callbacks import RichProgressCallback
-from posttrain.trainer.checkpoints import find_checkpoint
+from posttrain.trainer.checkpoints import find_checkpoint, forget
 from posttrain.trainer.config import BaseConfig
 from posttrain.trainer.loading import eval_loader, train_loader
 from posttrain.trainer.meter import Meter, Speed
@@ -156,7 +158,7 @@ class Engine(Trainer, abc.ABC):
         if self.layout != "padded":
             return 0
         lengths = [[len(b.segments.positions(leaf)) for leaf in b.leaf] for b in window if b.num_sequences]
-        return sum(max(n) * len(n) - sum(n) for n in lengths)
+        return sum(padded_length(max(n), self.args.pad_to_multiple_of) * len(n) - sum(n) for n in lengths)
 
     layout: str = "packed"
 
@@ -222,7 +224,8 @@ class Engine(Trainer, abc.ABC):
         norm: Any = super()._get_grad_norm(model, grad_norm)
         value, loss = float(norm), float(self._window_loss)
         step = self.state.global_step + 1
-        if not (torch.isfinite(torch.tensor([value, loss])).all()):
+        # A loss scaler means to overflow at times, and then skips the step itself.
+        if not math.isfinite(loss) or (not math.isfinite(value) and self.accelerator.scaler is None):
             raise NonFiniteError(
                 f"step {step}: loss {loss}, gradient norm {value}, from rows {_shown(self.window.sources)} of the "
                 f"training set on this rank. The weights are those of step {step - 1}; checkpoints in "
@@ -247,6 +250,8 @@ class Engine(Trainer, abc.ABC):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.speed.stand()
+        # An older checkpoint of the same step is no longer whole from here on.
+        forget(self.args.output_dir, self.state.global_step)
         super()._save_checkpoint(model, trial)
 
     # ---- loaders -----------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from datasets import IterableDataset
 from torch.utils.data import DataLoader
 
 from posttrain.data.packing import drop_untrained, plan_bins
-from posttrain.data.sampling import Collator, RowItems, StreamItems, WindowSampler, row_lengths
-from posttrain.errors import ConfigError, DataError, EmptyDataError
+from posttrain.data.sampling import Collator, RowItems, StreamItems, WindowSampler, refuse_unknown_ids, row_lengths
+from posttrain.errors import ConfigError, EmptyDataError
 from posttrain.parallel.ranks import rank, say, world_size
 
 
@@ -75,7 +75,8 @@ def _worker_options(args: Any, streaming: bool = False) -> dict[str, Any]:
 
 def make_items(rows: Any, args: Any, packing: bool, name: str) -> RowItems | StreamItems:
     """Prepared rows → what the loader indexes: rows, or bins of `max_length` tokens packed over the whole set."""
-    capacity, strategy = (args.max_length, args.packing_strategy) if packing else (None, "bfd")
+    # Evaluation never cuts a row at a bin's border: its loss would depend on the packing.
+    capacity, strategy = args.max_length if packing else None, args.packing_strategy if name == "train" else "bfd"
     if isinstance(rows, IterableDataset):
         if name != "train":
             raise ConfigError(
@@ -102,15 +103,12 @@ def make_items(rows: Any, args: Any, packing: bool, name: str) -> RowItems | Str
     return RowItems(rows, bins)
 
 
-def check_ids(items: Any, vocabulary: int) -> None:
-    """Raise `DataError` when a row holds a token id that the model has no embedding for."""
-    if not isinstance(items, RowItems):
-        return
-    ids = items.rows.with_format("arrow")[:]["input_ids"]
-    extremes = pc.call_function("min_max", [pc.call_function("list_flatten", [ids])]).as_py()
-    if extremes["max"] >= vocabulary or extremes["min"] < 0:
-        bad = extremes["max"] if extremes["max"] >= vocabulary else extremes["min"]
-        raise DataError(
-            f"`input_ids` hold {bad}, and the model has {vocabulary} embeddings (0 … {vocabulary - 1}); give "
-            "`processing_class` the tokenizer that belongs to the model, or resize its embeddings."
-        )
+def check_ids(items: RowItems | StreamItems | None, vocabulary: int) -> None:
+    """Raise `DataError` when a row holds a token id that the model has no embedding for; a stream is checked as it
+    flows."""
+    if isinstance(items, StreamItems):
+        items.vocabulary = vocabulary
+    elif items is not None:
+        ids = items.rows.with_format("arrow")[:]["input_ids"]
+        extremes = pc.call_function("min_max", [pc.call_function("list_flatten", [ids])]).as_py()
+        refuse_unknown_ids(extremes["min"], extremes["max"], vocabulary)

@@ -150,7 +150,7 @@ class SFTTrainer(Engine):
             truncation_mode=args.truncation_mode,
             completion_only_loss=args.completion_only_loss,
             assistant_only_loss=args.assistant_only_loss,
-            keep_long=packing and args.packing_strategy != "bfd",
+            keep_long=packing and name == "train" and args.packing_strategy != "bfd",
             formatting_func=self._formatting_func,
         )
         rows, report = prepare_sft(dataset, self._tokenizer, options, args.dataset_num_proc, name)
