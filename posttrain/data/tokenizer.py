@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ def set_up_tokenizer(
 
     Raises `ConfigError` for a token that is not in the vocabulary, or a template that is not there.
     """
+    tokenizer = copy.deepcopy(tokenizer)  # the caller's stays as it is
     for field, token in (("eos_token", eos_token), ("pad_token", pad_token)):
         if token is None:
             continue

@@ -7,7 +7,7 @@ weight.
 
 from __future__ import annotations
 
-import functools
+import inspect
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -74,19 +74,19 @@ def bind_head(model: PreTrainedModel, scoring: Scoring) -> None:
 def _bind(model: Any, head: Any) -> None:
     own_forward, own_head = type(model).forward, type(head).forward
 
-    @functools.wraps(own_forward)
     def forward(self: Any, *args: Any, token_batch: Any = None, score_request: Any = None, **kwargs: Any) -> Any:
         if token_batch is None:
             return own_forward(self, *args, **kwargs)
         return _score(self, token_batch, score_request or ScoreRequest())
 
-    @functools.wraps(own_head)
     def head_forward(self: Any, hidden: Tensor, *args: Any, call: Any = None) -> Any:
         if call is None:
             return own_head(self, hidden, *args)
         targets, spec, request = call
         return linear_scores(hidden, self.weight, targets, self.bias, spec, request)
 
+    # `generate` reads the signature. Not functools.wraps: accelerate would unwrap past our forward.
+    forward.__signature__ = inspect.signature(own_forward)  # pyright: ignore[reportFunctionMemberAccess]
     # Bound anew each time: resizing replaces the head, and accelerate leaves its autocast in a forward it has wrapped.
     for module, bound in ((model, forward), (head, head_forward)):
         module.__dict__.pop("_original_forward", None)

@@ -1,8 +1,8 @@
 """The one subclass of `transformers.Trainer`: a training step in two halves.
 
-    experience(window)        no grad, once for the whole accumulation window: what the loss needs but does not
-    differentiate unit(experience)          how many units of loss it holds
-    loss_step(model, exp)     grad: one forward and one pure loss, a *sum* over units
+    experience(window)      no grad, once for the accumulation window: what the loss needs and does not differentiate
+    unit(experience)        how many units of loss it holds
+    loss_step(model, exp)   grad: one forward and one pure loss, a *sum* over units
 
 Only the engine divides, once, by the units of the window over all ranks. So accumulation, micro-batch size, packing,
 world size, chunk size and token budget are memory knobs: they cannot change the result.
@@ -29,7 +29,7 @@ from posttrain.data.forest import build_forest, split_forest
 from posttrain.data.sampling import Collator, RowItems
 from posttrain.errors import ConfigError, EmptyDataError, NonFiniteError, TrainingError
 from posttrain.model.padding import padded_length
-from posttrain.parallel.ranks import all_max, all_sum, say, world_size
+from posttrain.parallel.ranks import all_max, all_sum, world_size
 from posttrain.trainer.callbacks import RichProgressCallback
 from posttrain.trainer.checkpoints import find_checkpoint, forget
 from posttrain.trainer.config import BaseConfig
@@ -37,6 +37,7 @@ from posttrain.trainer.loading import eval_loader, train_loader
 from posttrain.trainer.meter import Meter, Speed
 from posttrain.trainer.predictions import Predictions
 from posttrain.trainer.randomness import preserved_rng
+from posttrain.trainer.refusals import refuse_unsupported
 from posttrain.types import LossOutput, Mean, TokenBatch
 
 logger = logging.getLogger(__name__)
@@ -72,16 +73,20 @@ class Engine(Trainer, abc.ABC):
     args: BaseConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     model: Any  # pyright: ignore[reportIncompatibleVariableOverride]
     model_wrapped: Any
+    layout: str = "packed"  # set by the leaf once the model is probed
 
     def __init__(self, model: Any, args: BaseConfig, collator: Collator, **kwargs: Any) -> None:
-        _refuse(args, model.config.get_text_config())
+        refuse_unsupported(args, model.config.get_text_config())
         self.collator = collator
         self.meter = Meter()
         self.window = Window(units=0.0)
         self._window_loss: Tensor | float = 0.0
         self.speed = Speed()
+        use_cache = model.config.use_cache if "use_cache" in vars(model.config) else None
         with preserved_rng():
             super().__init__(model=model, args=args, **kwargs)
+        if use_cache is not None:
+            model.config.use_cache = use_cache  # the base class turns it off, in the saved model too; we pass it
         self.loss_is_scaled_for_ga = True
         self.model_accepts_loss_kwargs = False
         if not args.disable_tqdm:
@@ -159,8 +164,6 @@ class Engine(Trainer, abc.ABC):
             return 0
         lengths = [[len(b.segments.positions(leaf)) for leaf in b.leaf] for b in window if b.num_sequences]
         return sum(padded_length(max(n), self.args.pad_to_multiple_of) * len(n) - sum(n) for n in lengths)
-
-    layout: str = "packed"
 
     def _next_step_logs(self) -> bool:
         step, every = self.state.global_step + 1, self.state.logging_steps
@@ -272,7 +275,7 @@ class Engine(Trainer, abc.ABC):
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         return self.get_eval_dataloader(test_dataset)
 
-    def eval_items(self, dataset: Any) -> RowItems:
+    def eval_items(self, dataset: Any, name: str = "eval") -> RowItems:
         """Rows given to `evaluate`, prepared like those given at construction."""
         raise ConfigError(f"`eval_dataset` is a {type(dataset).__name__}, which this trainer cannot prepare.")
 
@@ -368,25 +371,3 @@ def _real_tokens(window: list[TokenBatch]) -> Tensor:
 
 def _shown(sources: tuple[int, ...]) -> str:
     return ", ".join(map(str, sources[:16])) + (f", … ({len(sources)} in all)" if len(sources) > 16 else "")
-
-
-def _refuse(args: BaseConfig, config: Any) -> None:
-    """Fields of the base class that would be ignored, or would be wrong in a packed row."""
-    wrong = {
-        "label_smoothing_factor": args.label_smoothing_factor != 0,
-        "neftune_noise_alpha": args.neftune_noise_alpha is not None,
-        "torch_compile": args.torch_compile,
-        "auto_find_batch_size": args.auto_find_batch_size,
-        "ignore_data_skip": args.ignore_data_skip,
-        "include_for_metrics": bool(args.include_for_metrics),
-        "batch_eval_metrics": args.batch_eval_metrics,
-        "bf16_full_eval": args.bf16_full_eval,
-        "fp16_full_eval": args.fp16_full_eval,
-        "dispatch_batches": bool(getattr(args.accelerator_config, "dispatch_batches", None)),
-    }
-    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-    if experts and args.router_aux_loss_coef:
-        say("`router_aux_loss_coef` is not applied yet: this mixture of experts trains without a balance loss.")
-    for name, bad in wrong.items():
-        if bad:
-            raise ConfigError(f"`{name}` is set, and this version does not support it; leave it out.")

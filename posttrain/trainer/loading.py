@@ -30,6 +30,8 @@ def train_loader(items: RowItems | StreamItems, args: Any, collator: Collator) -
     strategy = args.train_sampling_strategy
     if strategy not in ("random", "sequential", "group_by_length"):
         raise ConfigError(f"`train_sampling_strategy` is {strategy!r}; expected random, sequential or group_by_length.")
+    if strategy == "group_by_length":
+        say("train_sampling_strategy: group_by_length is random here; without padding like lengths gain nothing")
     seed = args.seed if args.data_seed is None else args.data_seed
     sampler = WindowSampler(
         len(items),
@@ -37,7 +39,6 @@ def train_loader(items: RowItems | StreamItems, args: Any, collator: Collator) -
         args.gradient_accumulation_steps,
         world_size(),
         rank(),
-        # Without padding there is nothing to gain from rows of like length: group_by_length is random here.
         seed=None if strategy == "sequential" else seed,
         costs=items.costs,
         drop_last=args.dataloader_drop_last,
@@ -76,7 +77,8 @@ def _worker_options(args: Any, streaming: bool = False) -> dict[str, Any]:
 def make_items(rows: Any, args: Any, packing: bool, name: str) -> RowItems | StreamItems:
     """Prepared rows → what the loader indexes: rows, or bins of `max_length` tokens packed over the whole set."""
     # Evaluation never cuts a row at a bin's border: its loss would depend on the packing.
-    capacity, strategy = args.max_length if packing else None, args.packing_strategy if name == "train" else "bfd"
+    capacity = args.max_length if packing else None
+    strategy = args.packing_strategy if packing and name == "train" else "bfd"
     if isinstance(rows, IterableDataset):
         if name != "train":
             raise ConfigError(

@@ -1,0 +1,43 @@
+"""Fields of the base class that this version would ignore, or get wrong in a packed row: refused by name."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+from posttrain.errors import ConfigError, MissingExtraError
+from posttrain.parallel.ranks import say
+from posttrain.trainer.config import BaseConfig
+
+
+def _splits_model(parallelism: Any) -> bool:
+    sizes = ("tp_size", "cp_size", "sp_size")
+    return parallelism is not None and any((getattr(parallelism, name, 1) or 1) > 1 for name in sizes)
+
+
+def refuse_unsupported(args: BaseConfig, config: Any) -> None:
+    """Fields of the base class that would be ignored, or would be wrong in a packed row."""
+    wrong = {
+        "label_smoothing_factor": args.label_smoothing_factor != 0,
+        "neftune_noise_alpha": args.neftune_noise_alpha is not None,
+        "torch_compile": args.torch_compile,
+        "auto_find_batch_size": args.auto_find_batch_size,
+        "ignore_data_skip": args.ignore_data_skip,
+        "split_batches": bool(getattr(args.accelerator_config, "split_batches", False)),
+        "parallelism_config": _splits_model(args.parallelism_config),
+        "include_for_metrics": bool(args.include_for_metrics),
+        "batch_eval_metrics": args.batch_eval_metrics,
+        "bf16_full_eval": args.bf16_full_eval,
+        "fp16_full_eval": args.fp16_full_eval,
+        "dispatch_batches": bool(getattr(args.accelerator_config, "dispatch_batches", None)),
+    }
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    if experts and args.router_aux_loss_coef:
+        say("`router_aux_loss_coef` is not applied yet: this mixture of experts trains without a balance loss.")
+    if args.use_liger_kernel and importlib.util.find_spec("liger_kernel") is None:
+        raise MissingExtraError(
+            "`use_liger_kernel` is on and liger-kernel is not installed; pip install 'posttrain[liger]'."
+        )
+    for name, bad in wrong.items():
+        if bad:
+            raise ConfigError(f"`{name}` is set, and this version does not support it; leave it out.")
