@@ -333,10 +333,13 @@ def test_full_fine_tuning_keeps_float32_master_weights(bf16_folder):
     assert dtypes(trainer_on(bf16_folder).model) == {torch.float32}
 
 
-def test_under_an_adapter_the_base_keeps_its_dtype(bf16_folder):
+@pytest.mark.parametrize(("native", "base"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_under_an_adapter_the_base_keeps_its_dtype_where_it_is_native(bf16_folder, monkeypatch, capsys, native, base):
+    monkeypatch.setattr("posttrain.model.load.native_bf16", lambda: native)
     model = sft(model=bf16_folder, peft_config=LoraConfig(**LORA)).model
     assert dtypes(model, "lora_") == {torch.float32}
-    assert dtypes(model, "embed_tokens") == {torch.bfloat16}
+    assert dtypes(model, "embed_tokens") == {base}
+    assert ("only emulates bfloat16" in capsys.readouterr().err) is not native
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
