@@ -113,13 +113,11 @@ class _Planned(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: _Plan) -> Any:
         objective = plan.request.objective
         assert objective is not None
-        N, V = hidden.shape[0], weight.shape[0]
+        N = hidden.shape[0]
         w = weight.to(plan.dtype)
         scores = _empty_scores(N, hidden.device)
         total = torch.zeros((), device=hidden.device)
-        d_hidden = torch.empty_like(hidden) if plan.hidden_grad else None
-        d_weight = None
-        d_bias = torch.zeros(V, device=hidden.device) if plan.bias_grad else None
+        grads = _Gradients(hidden, weight, w, plan.hidden_grad, plan.early, plan.bias_grad)
         slopes = torch.empty(N, device=hidden.device)
         for part in _chunks(N, plan.chunk):
             h = hidden[part].to(plan.dtype)
@@ -127,21 +125,12 @@ class _Planned(torch.autograd.Function):
             _score_chunk(logits, targets[part], plan, part, scores)
             loss, slopes[part] = _slope(objective, scores[0][part], part)
             total += loss
-            if d_hidden is None and not plan.early and d_bias is None:
-                continue
-            d_logits = _logit_gradient(logits, targets[part], slopes[part], plan)
-            if d_hidden is not None:
-                d_hidden[part] = (d_logits @ w).to(d_hidden.dtype)
-            if plan.early:
-                d_weight = _accumulate_product(d_weight, d_logits, h)
-            if d_bias is not None:
-                d_bias += d_logits.sum(0, dtype=torch.float32)
-        if plan.early and d_weight is None:
-            d_weight = torch.zeros_like(weight)
+            if plan.hidden_grad or plan.early or plan.bias_grad:
+                grads.add(part, h, _logit_gradient(logits, targets[part], slopes[part], plan))
         late = plan.weight_grad and not plan.early
         ctx.plan, ctx.late = plan, late
         ctx.save_for_backward(
-            d_hidden, d_weight, d_bias, *((hidden, weight, bias, targets, slopes) if late else (None,) * 5)
+            grads.hidden, grads.weight, grads.bias, *((hidden, weight, bias, targets, slopes) if late else (None,) * 5)
         )
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, bias.dtype if bias is not None else None
         ctx.mark_non_differentiable(*scores)
@@ -189,41 +178,54 @@ class _Deferred(torch.autograd.Function):
         hidden, weight, bias, targets = ctx.saved_tensors
         plan: _Plan = ctx.plan
         w = weight.to(plan.dtype)
-        d_hidden = torch.empty_like(hidden) if plan.hidden_grad else None
-        d_weight = None
-        d_bias = torch.zeros(weight.shape[0], device=hidden.device) if plan.bias_grad else None
+        grads = _Gradients(hidden, weight, w, plan.hidden_grad, plan.weight_grad, plan.bias_grad)
         for i, part in enumerate(_chunks(hidden.shape[0], plan.chunk)):
             h = hidden[part].to(plan.dtype)
             logits = ctx.kept[i].clone() if ctx.kept else _logits(h, w, bias)
-            d_logits = _logit_gradient(logits, targets[part], grad[part], plan)
-            if d_hidden is not None:
-                d_hidden[part] = (d_logits @ w).to(d_hidden.dtype)
-            if plan.weight_grad:
-                d_weight = _accumulate_product(d_weight, d_logits, h)
-            if d_bias is not None:
-                d_bias += d_logits.sum(0, dtype=torch.float32)
-        if plan.weight_grad and d_weight is None:
-            d_weight = torch.zeros_like(weight)
+            grads.add(part, h, _logit_gradient(logits, targets[part], grad[part], plan))
         return (
-            d_hidden,
-            None if d_weight is None else d_weight.to(weight.dtype),
-            None if d_bias is None or bias is None else d_bias.to(bias.dtype),
+            grads.hidden,
+            None if grads.weight is None else grads.weight.to(weight.dtype),
+            None if grads.bias is None or bias is None else grads.bias.to(bias.dtype),
             None,
             None,
         )
 
 
+class _Gradients:
+    """Gradients of the hidden states [N, H], the weight [V, H] and the bias [V], those that are wanted, added up chunk
+    by chunk from the gradient of each chunk's logits."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, w: Tensor, of_hidden: bool, of_weight: bool, of_bias: bool):
+        self._like, self._w, self._of_weight = weight, w, of_weight
+        self.hidden = torch.empty_like(hidden) if of_hidden else None
+        self.bias = torch.zeros(weight.shape[0], device=hidden.device) if of_bias else None
+        self._weight: Tensor | None = None
+
+    def add(self, part: slice, h: Tensor, d_logits: Tensor) -> None:
+        if self.hidden is not None:
+            self.hidden[part] = (d_logits @ self._w).to(self.hidden.dtype)
+        if self._of_weight:
+            self._weight = _accumulate_product(self._weight, d_logits, h)
+        if self.bias is not None:
+            self.bias += d_logits.sum(0, dtype=torch.float32)
+
+    @property
+    def weight(self) -> Tensor | None:
+        """None when it is not wanted; 0 when there was no chunk."""
+        return torch.zeros_like(self._like) if self._of_weight and self._weight is None else self._weight
+
+
 def _weight_gradient(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, slopes: Tensor, plan: _Plan
-) -> Tensor:
+) -> Tensor | None:
     """dW [V, H] formed in the backward pass, when keeping it through the body's backward would break the budget."""
     w = weight.to(plan.dtype)
-    d_weight = None
+    grads = _Gradients(hidden, weight, w, of_hidden=False, of_weight=True, of_bias=False)
     for part in _chunks(hidden.shape[0], plan.chunk):
         h = hidden[part].to(plan.dtype)
-        d_logits = _logit_gradient(_logits(h, w, bias), targets[part], slopes[part], plan)
-        d_weight = _accumulate_product(d_weight, d_logits, h)
-    return torch.zeros_like(weight) if d_weight is None else d_weight
+        grads.add(part, h, _logit_gradient(_logits(h, w, bias), targets[part], slopes[part], plan))
+    return grads.weight
 
 
 def _empty_scores(N: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:

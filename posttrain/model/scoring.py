@@ -8,7 +8,7 @@ weight.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any
 
@@ -155,17 +155,17 @@ def _once(request: ScoreRequest, distinct: Distinct) -> ScoreRequest:
         members = distinct.members[distinct.bounds[index.start] : distinct.bounds[index.stop]]
         return objective(logps[distinct.slot[members] - index.start], members)
 
-    return ScoreRequest(summed, request.entropy, request.top1, request.mean_logit, request.temperature)
+    return replace(request, objective=summed)
 
 
 def _scatter(scores: TokenScores, distinct: Distinct) -> TokenScores:
     def spread(x: Tensor | None) -> Tensor | None:
         return None if x is None else x[distinct.slot]
 
-    return TokenScores(
-        scores.logps[distinct.slot],
-        scores.total,
-        spread(scores.entropy),
-        spread(scores.top1),
-        spread(scores.mean_logit),
+    return replace(
+        scores,
+        logps=scores.logps[distinct.slot],
+        entropy=spread(scores.entropy),
+        top1=spread(scores.top1),
+        mean_logit=spread(scores.mean_logit),
     )
