@@ -94,6 +94,10 @@ CPU_CHUNK_BYTES = 48 << 20
 """Logits a CPU projects at once: products of more rows are no faster there."""
 
 
+WEIGHT_BLOCK_BYTES = 16 << 20
+"""Rows of the weight gradient whose summand is formed at once, in fp32: products of more rows are no faster."""
+
+
 def _chunk_tokens(weight: Tensor, memory_bytes: int) -> int:
     """Read-outs whose logits fit in the budget; off the CPU, where the softmax is not blocked, with two fp32 copies."""
     each = product_dtype(weight).itemsize * weight.shape[0]
@@ -143,7 +147,7 @@ class _Planned(torch.autograd.Function):
             d_weight = _weight_gradient(hidden, weight, bias, targets, slopes, ctx.plan)
         return (
             None if d_hidden is None else (d_hidden.float() * grad).to(d_hidden.dtype),
-            None if d_weight is None else (d_weight * grad).to(ctx.weight_dtype),
+            None if d_weight is None else _scaled(d_weight, grad, ctx.weight_dtype),
             None if d_bias is None else (d_bias * grad).to(ctx.bias_dtype),
             None,
             None,
@@ -245,7 +249,25 @@ def _accumulate_product(d_weight: Tensor | None, d_logits: Tensor, h: Tensor) ->
         return d_logits.t() @ h
     if d_logits.dtype == torch.float32:
         return d_weight.addmm_(d_logits.t(), h)
-    return d_weight.float().add_(d_logits.t() @ h)
+    d_weight = d_weight.float()
+    for rows in _weight_blocks(d_weight):
+        d_weight[rows] += d_logits[:, rows].t() @ h
+    return d_weight
+
+
+def _scaled(d_weight: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """d_weight · grad [V, H], in blocks: no second copy in fp32 at the moment when the first one and the gradient
+    are both alive."""
+    out = torch.empty_like(d_weight, dtype=dtype)
+    for rows in _weight_blocks(d_weight):
+        out[rows] = d_weight[rows] * grad
+    return out
+
+
+def _weight_blocks(weight: Tensor) -> Iterator[slice]:
+    """Rows of a [V, H] matrix, WEIGHT_BLOCK_BYTES in fp32 at once; sixteen times that off the CPU."""
+    block = WEIGHT_BLOCK_BYTES if weight.device.type == "cpu" else 16 * WEIGHT_BLOCK_BYTES
+    return _chunks(weight.shape[0], max(1, block // (4 * weight.shape[1])))
 
 
 def _slope(objective: TokenObjective, logps: Tensor, part: slice) -> tuple[Tensor, Tensor]:
