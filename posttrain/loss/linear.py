@@ -94,7 +94,7 @@ CPU_CHUNK_BYTES = 48 << 20
 """Logits a CPU projects at once: products of more rows are no faster there."""
 
 
-WEIGHT_BLOCK_BYTES = 16 << 20
+WEIGHT_BLOCK_BYTES = 2 << 20
 """Rows of the weight gradient whose summand is formed at once, in fp32: products of more rows are no faster."""
 
 
@@ -265,8 +265,8 @@ def _scaled(d_weight: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _weight_blocks(weight: Tensor) -> Iterator[slice]:
-    """Rows of a [V, H] matrix, WEIGHT_BLOCK_BYTES in fp32 at once; sixteen times that off the CPU."""
-    block = WEIGHT_BLOCK_BYTES if weight.device.type == "cpu" else 16 * WEIGHT_BLOCK_BYTES
+    """Rows of a [V, H] matrix, WEIGHT_BLOCK_BYTES in fp32 at once; 128 times that off the CPU."""
+    block = WEIGHT_BLOCK_BYTES if weight.device.type == "cpu" else 128 * WEIGHT_BLOCK_BYTES
     return _chunks(weight.shape[0], max(1, block // (4 * weight.shape[1])))
 
 
@@ -284,7 +284,7 @@ def _row_blocks(logits: Tensor) -> Iterator[slice]:
     rows = logits.shape[0]
     if logits.device.type != "cpu":
         return _chunks(rows, max(rows, 1))
-    return _chunks(rows, max(1, (8 << 20) // (4 * logits.shape[1])))
+    return _chunks(rows, max(1, (2 << 20) // (4 * logits.shape[1])))
 
 
 def _final_logits(block: Tensor, plan: _Plan) -> Tensor:

@@ -29,6 +29,7 @@ from posttrain.data.forest import build_forest, split_forest
 from posttrain.data.sampling import Collator, RowItems
 from posttrain.errors import ConfigError, EmptyDataError, NonFiniteError, TrainingError
 from posttrain.model.padding import padded_length
+from posttrain.parallel.device import keep_freed_memory
 from posttrain.parallel.ranks import all_max, all_sum, world_size
 from posttrain.trainer.callbacks import RichProgressCallback
 from posttrain.trainer.checkpoints import find_checkpoint, forget
@@ -249,6 +250,8 @@ class Engine(Trainer, abc.ABC):
         if checkpoint is None:
             set_seed(self.args.seed)
         self.speed = Speed()
+        if self.args.use_cpu:
+            keep_freed_memory()
         return super().train(checkpoint, *args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
