@@ -25,6 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from posttrain.errors import LayoutError
+from posttrain.model.cpu_attention import causal_attention, fast_on_cpu
 from posttrain.types import Segments
 
 FOREST = "posttrain_forest"
@@ -106,6 +107,8 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, dropout: float, scaling: float | No
     L, total = q.shape[2], k.shape[2]
     options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "enable_gqa": q.shape[1] != k.shape[1]}
     if total == L and (window is None or window >= L):
+        if fast_on_cpu(q, dropout) and v.shape[3] == q.shape[3]:
+            return causal_attention(q, k, v, scaling)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
     offset = total - L
     blocks = []
