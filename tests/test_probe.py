@@ -27,7 +27,8 @@ from posttrain.errors import LayoutError
 from posttrain.model.attention import FOREST
 from posttrain.model.load import LoadOptions, prepare_model
 from posttrain.model.probe import choose_layout
-from posttrain.model.scoring import Scoring, bind_head, head_spec
+from posttrain.model.head import head_spec
+from posttrain.model.scoring import Scoring, bind_head
 from posttrain.types import Row, ScoreRequest, TokenBatch
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}

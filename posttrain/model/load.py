@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from posttrain.errors import ConfigError, ModelError
 from posttrain.model.adapters import check_trainable, is_adapted, wrap_adapter
 from posttrain.model.attention import FOREST
+from posttrain.model.head import head_spec
 from posttrain.model.probe import choose_layout
-from posttrain.model.scoring import Scoring, bind_head, head_spec, varying_rope
+from posttrain.model.scoring import Scoring, bind_head, varying_rope
 from posttrain.parallel.device import native_bf16
 from posttrain.parallel.ranks import say
 from posttrain.types import Layout

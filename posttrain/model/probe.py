@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from posttrain.errors import LayoutError, ModelError
 from posttrain.model.attention import FOREST, Calls
-from posttrain.model.scoring import Scoring, bind_head, head_spec, varying_rope
+from posttrain.model.head import head_spec
+from posttrain.model.scoring import Scoring, bind_head, varying_rope
 from posttrain.types import Layout, Segments, TokenBatch
 
 TOLERANCE = 2e-4
