@@ -29,19 +29,20 @@ IDS = [[5, 9, 11, 200, 7, 33, 250], [5, 9, 60, 61, 2], [100, 299, 3, 3, 8, 41]]
 LORA: dict[str, Any] = {"r": 3, "lora_alpha": 7, "lora_dropout": 0.0, "target_modules": ["lm_head", "q_proj"]}
 
 
-def shaken(model: Any) -> Any:
+def shaken(model: Any, size: float = 0.3) -> Any:
     """Every trainable weight moved away from where it starts, by the same amounts each time."""
     draw = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for p in model.parameters():
-            if p.requires_grad and p.is_floating_point():
-                p += 0.3 * torch.randn(p.shape, generator=draw).to(p.dtype)
+            if p.requires_grad:
+                p += size * torch.randn(p.shape, generator=draw).to(p.dtype)
     return model
 
 
 def wrapped(config: Any, tied: bool = False, **overrides: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        torch.manual_seed(0)
         return shaken(get_peft_model(tiny_model("llama", tie_word_embeddings=tied, **overrides), config))
 
 
@@ -195,7 +196,7 @@ def test_chunks_and_memory_change_nothing(kind: str, spec: HeadSpec, planned: bo
 @pytest.mark.parametrize("autocast", [False, True], ids=["bf16 base", "autocast"])
 def test_bfloat16_errs_no_more_than_the_models_own_forward(kind: str, autocast: bool):
     """Against float64. The products are in bfloat16 in both."""
-    model = prepared((KNOWN | OPAQUE)[kind]())
+    model = shaken(prepared((KNOWN | OPAQUE)[kind]()), -0.25)  # a small adapter, as in life
     if not autocast:
         for p in model.parameters():
             p.data = p.data if p.requires_grad and kind != "saved head" else p.data.bfloat16()
@@ -208,8 +209,8 @@ def test_bfloat16_errs_no_more_than_the_models_own_forward(kind: str, autocast: 
         total = sum((found[n] - g).square().sum() for n, g in exact.items())
         return float(total.sqrt() / sum(g.square().sum() for g in exact.values()).sqrt())
 
-    assert (got_logps - exact_logps).norm() <= 1.3 * (own_logps_ - exact_logps).norm() + 1e-3
-    assert error(got) <= 1.3 * error(own) + 1e-3
+    assert (got_logps - exact_logps).norm() <= 1.4 * (own_logps_ - exact_logps).norm() + 1e-3
+    assert error(got) <= 1.4 * error(own) + 1e-3
 
 
 def large_products(model: Any) -> list[tuple[torch.Size, torch.Size, torch.dtype]]:

@@ -59,12 +59,17 @@ class Projection:
         """[n, V] in the product dtype, before scale and soft cap."""
         use = self._used
         h = use.hidden[part].to(self._dtype)
-        z = h @ use.weight.t() if use.bias is None else torch.addmm(use.bias, h, use.weight.t())
+        if use.narrow is None or use.wide is None:
+            z = h @ use.weight.t() if use.bias is None else torch.addmm(use.bias, h, use.weight.t())
+            small = use.bias
+        else:
+            # The small summand first: it is rounded by its own size, and the large product is added to it unrounded.
+            u = use.narrow[part].to(self._dtype)
+            small = u @ use.wide.t() if use.bias is None else torch.addmm(use.bias, u, use.wide.t())
+            z = torch.addmm(small, h, use.weight.t())
         if use.index is not None and use.rows is not None:
             replaced = h @ use.rows.t()
-            z[:, use.index] = replaced if use.bias is None else replaced + use.bias[use.index]
-        if use.narrow is not None and use.wide is not None:
-            z.addmm_(use.narrow[part].to(self._dtype), use.wide.t())
+            z[:, use.index] = replaced if small is None else replaced + small[..., use.index]
         return z
 
     def add(self, part: slice, d_logits: Tensor) -> None:
