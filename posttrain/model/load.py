@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from posttrain.errors import ConfigError, ModelError
-from posttrain.model.adapters import check_trainable, is_adapted, wrap_adapter
+from posttrain.model.adapters import check_adapter, check_trainable, is_adapted, wrap_adapter
 from posttrain.model.attention import FOREST
 from posttrain.model.head import head_spec
 from posttrain.model.probe import choose_layout
+from posttrain.model.saved import find_adapter, put_on
 from posttrain.model.scoring import Scoring, bind_head, varying_rope
 from posttrain.parallel.device import native_bf16
 from posttrain.parallel.ranks import say
@@ -65,8 +66,12 @@ def _hub_kwargs(options: LoadOptions) -> dict[str, Any]:
     return {"trust_remote_code": options.trust_remote_code, **kept}
 
 
-def check_model_source(source: Any, options: LoadOptions) -> None:
-    """Raise `ModelError` for a folder or a name that holds no model, before anything expensive."""
+def check_model_source(
+    source: Any, options: LoadOptions, peft_config: Any = None, quantization_config: Any = None
+) -> None:
+    """Raise `ModelError` for a folder or a name that holds no model, or `ConfigError` for fields that do not go
+    together, before anything expensive."""
+    check_adapter(peft_config)
     if not isinstance(source, str):
         return
     path = Path(source).expanduser()
@@ -74,22 +79,44 @@ def check_model_source(source: Any, options: LoadOptions) -> None:
         raise ModelError(f"`model` is the folder {source!r}, which holds no config.json; give the folder of a model.")
     if path.is_file():
         raise ModelError(f"`model` is the file {source!r}; give the folder that `save_pretrained` wrote.")
-    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
-        raise ModelError(
-            f"`model` is the adapter {source!r}; load it with peft.AutoPeftModelForCausalLM.from_pretrained(…, "
-            "is_trainable=True) and pass the object, or merge it first."
-        )
+    kwargs = _hub_kwargs(options)
+    adapter = find_adapter(source, kwargs.get("revision"))
+    if adapter is None:
+        if quantization_config is not None and peft_config is None:
+            raise ConfigError(
+                "`quantization_config` is given, and quantized weights cannot be trained; give `peft_config` too (on "
+                "the command line `use_peft`)."
+            )
+        _read_config(source, kwargs, f"`model` is {source!r}")
+        return
+    check_adapter(adapter.config)
+    kwargs["revision"] = adapter.base_revision
+    _read_config(
+        adapter.base,
+        kwargs,
+        f"`model` is the adapter {source!r}, whose base (`base_model_name_or_path` in its adapter_config.json) is "
+        f"{adapter.base!r}",
+    )
+
+
+def _read_config(source: str, kwargs: dict[str, Any], what: str) -> None:
     try:
-        AutoConfig.from_pretrained(source, **_hub_kwargs(options))
+        AutoConfig.from_pretrained(source, **kwargs)
     except Exception as error:
-        raise ModelError(f"`model` is {source!r}, which cannot be read: {_first_line(error)}") from error
+        raise ModelError(f"{what}, which cannot be read: {_first_line(error)}") from error
 
 
 def load_tokenizer(source: Any, options: LoadOptions) -> Any:
-    """The tokenizer that belongs to a model given by name, path or object."""
-    name = source if isinstance(source, str) else base_model(source).config._name_or_path
+    """The tokenizer that belongs to a model given by name, path or object; an adapter without one has its base's."""
+    name, kwargs = source if isinstance(source, str) else base_model(source).config._name_or_path, _hub_kwargs(options)
+    adapter = find_adapter(source, kwargs.get("revision"))
     try:
-        return AutoTokenizer.from_pretrained(name, **_hub_kwargs(options))
+        try:
+            return AutoTokenizer.from_pretrained(name, **kwargs)
+        except Exception:
+            if adapter is None:
+                raise
+            return AutoTokenizer.from_pretrained(adapter.base, **kwargs | {"revision": adapter.base_revision})
     except Exception as error:
         raise ModelError(
             f"`processing_class` was not given and {name!r} has no tokenizer that loads: {_first_line(error)}"
@@ -101,7 +128,7 @@ def prepare_model(
 ) -> Prepared:
     """Load, adapt, probe and bind. Raises `ModelError`, `LayoutError` or `ConfigError`, each naming the field."""
     if isinstance(source, str):
-        model = _load(source, options, peft_config is not None, quantization_config)
+        model = load_weights(source, options, peft_config is not None, quantization_config)
     else:
         model = source
         for field, value in (("model_init_kwargs", options.init_kwargs), ("quantization_config", quantization_config)):
@@ -133,8 +160,20 @@ def prepare_model(
     return Prepared(model, layout, _dropout(model))
 
 
+def load_weights(source: str, options: LoadOptions, adapted: bool, quantization_config: Any, trainable: bool = True):
+    """A model, or an adapter on its base. Full fine-tuning keeps float32 master weights; under an adapter the frozen
+    base keeps its own dtype."""
+    adapter = find_adapter(source, _hub_kwargs(options).get("revision"))
+    if adapter is None:
+        return _load(source, options, adapted, quantization_config)
+    kwargs = {k: v for k, v in (options.init_kwargs or {}).items() if k != "revision"}
+    if adapter.base_revision is not None:
+        kwargs["revision"] = adapter.base_revision
+    base = _load(adapter.base, replace(options, init_kwargs=kwargs), True, quantization_config)
+    return put_on(base, adapter, trainable)
+
+
 def _load(source: str, options: LoadOptions, adapted: bool, quantization_config: Any) -> PreTrainedModel:
-    """Full fine-tuning keeps float32 master weights; under an adapter the frozen base keeps its own dtype."""
     kwargs: dict[str, Any] = dict(options.init_kwargs or {})
     dtype = kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None)
     if isinstance(dtype, str) and dtype != "auto":

@@ -110,7 +110,7 @@ class SFTTrainer(Engine):
                 raise ConfigError(
                     f"`{field}` is given; batches here are packed forests: leave it out, see docs/extending.md."
                 )
-        check_model_source(model, load_options(args))
+        check_model_source(model, load_options(args), peft_config, quantization_config)
         tokenizer = processing_class or load_tokenizer(model, load_options(args))
         self._tokenizer = set_up_tokenizer(tokenizer, args.eos_token, args.pad_token, args.chat_template_path)
         self._formatting_func, self._config = formatting_func, args
