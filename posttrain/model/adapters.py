@@ -85,6 +85,18 @@ def _compute_dtype(dtype: str | None) -> str:
     return "bfloat16" if native_bf16() else "float32"
 
 
+def keep_quantized_weights(model: nn.Module) -> None:
+    """Leave 4-bit weights on a CPU as they are. bitsandbytes packs them anew, rounding their scales to bfloat16, at the
+    first evaluation; training would go on from a different base."""
+    if "bitsandbytes" not in sys.modules:
+        return
+    from bitsandbytes.nn import Linear4bit
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+
+
 def _require(package: str, field: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise MissingExtraError(f"`{field}` is on and {package} is not installed; pip install {package}.")
@@ -170,11 +182,13 @@ def _refuse_merged(model: Any) -> None:
         raise ModelError("the adapter is merged into the base, so it would not be trained: `model.unmerge_adapter()`.")
 
 
-def keep_master_weights(model: Any) -> None:
+def keep_master_weights(model: Any) -> bool:
     """Modules trained in full (`modules_to_save`) get float32 weights, as the rest of the adapter has, and go on
-    taking and giving the dtype of the base. peft copies them in the base's, where small updates are lost."""
+    taking and giving the dtype of the base. peft copies them in the base's, where small updates are lost. Returns
+    whether there were any to change."""
     from peft.utils.other import ModulesToSaveWrapper
 
+    changed = False
     for wrapper in (module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)):
         for module in wrapper.modules_to_save.values():
             dtypes = {p.dtype for p in module.parameters() if p.requires_grad and p.dtype in _HALF}
@@ -182,6 +196,8 @@ def keep_master_weights(model: Any) -> None:
                 module.float()
                 module.register_forward_pre_hook(_enter_float32)
                 module.register_forward_hook(_Leave(dtypes.pop()))
+                changed = True
+    return changed
 
 
 _HALF = (torch.bfloat16, torch.float16)

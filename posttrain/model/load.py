@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from posttrain.errors import ConfigError, ModelError
-from posttrain.model.adapters import check_adapter, check_trainable, is_adapted, wrap_adapter
+from posttrain.model.adapters import check_adapter, check_trainable, is_adapted, keep_quantized_weights, wrap_adapter
 from posttrain.model.attention import FOREST
 from posttrain.model.head import head_spec
 from posttrain.model.probe import choose_layout
@@ -139,6 +139,7 @@ def prepare_model(
     for wrapped in {id(m): m for m in (model, base_model(model))}.values():
         if "_original_forward" in wrapped.__dict__:  # another trainer's autocast, left in place by accelerate
             del wrapped.forward, wrapped._original_forward
+    keep_quantized_weights(model)
     model = wrap_adapter(model, peft_config)
     low = {p.dtype for p in model.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)}
     if low and not isinstance(source, str):

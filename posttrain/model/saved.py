@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import MissingExtraError, ModelError
+from posttrain.model.adapters import keep_master_weights
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -73,19 +74,22 @@ def _on_the_hub(name: str, revision: str | None) -> bool:
 def put_on(base: Any, adapter: SavedAdapter, trainable: bool = True) -> Any:
     """The base with the adapter on it, its embeddings resized to the adapter's, as when it was trained."""
     from peft import PeftModel
-    from peft.utils import load_peft_weights
+    from peft.utils import load_peft_weights, set_peft_model_state_dict
 
     weights = load_peft_weights(adapter.source, device="cpu", revision=adapter.revision)
     rows = _vocabulary(base, weights)
     if rows is not None and rows != base.get_input_embeddings().weight.shape[0]:
         base.resize_token_embeddings(rows, mean_resizing=False)
     try:
-        return PeftModel.from_pretrained(base, adapter.source, is_trainable=trainable, revision=adapter.revision)
+        model = PeftModel.from_pretrained(base, adapter.source, is_trainable=trainable, revision=adapter.revision)
     except (RuntimeError, ValueError) as error:
         first = (str(error).strip().splitlines() or [""])[0]
         raise ModelError(
             f"`model` is the adapter {adapter.source!r}, which does not fit its base {adapter.base!r}: {first}"
         ) from error
+    if trainable and keep_master_weights(model):
+        set_peft_model_state_dict(model, weights)  # once more: the first time they were rounded to the base's dtype
+    return model
 
 
 def _vocabulary(base: Any, weights: dict[str, Any]) -> int | None:
