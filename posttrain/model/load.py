@@ -11,11 +11,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from posttrain.errors import ConfigError, ModelError
-from posttrain.model.adapters import check_adapter, check_trainable, is_adapted, keep_quantized_weights, wrap_adapter
+from posttrain.model.adapters import check_adapter, is_adapted, keep_quantized_weights, wrap_adapter
 from posttrain.model.attention import FOREST
 from posttrain.model.head import head_spec
 from posttrain.model.probe import choose_layout
-from posttrain.model.saved import find_adapter, put_on
+from posttrain.model.saved import SavedAdapter, check_resized, find_adapter, put_on
 from posttrain.model.scoring import Scoring, bind_head, varying_rope
 from posttrain.parallel.device import native_bf16
 from posttrain.parallel.ranks import say
@@ -90,18 +90,19 @@ def check_model_source(
         _read_config(source, kwargs, f"`model` is {source!r}")
         return
     check_adapter(adapter.config)
-    kwargs["revision"] = adapter.base_revision
-    _read_config(
-        adapter.base,
-        kwargs,
-        f"`model` is the adapter {source!r}, whose base (`base_model_name_or_path` in its adapter_config.json) is "
-        f"{adapter.base!r}",
-    )
+    base_config(adapter, options)
 
 
-def _read_config(source: str, kwargs: dict[str, Any], what: str) -> None:
+def base_config(adapter: SavedAdapter, options: LoadOptions) -> Any:
+    """The config of an adapter's base. Raises `ModelError` where it is not there."""
+    what = f"`model` is the adapter {adapter.source!r}, whose base (`base_model_name_or_path` in its "
+    kwargs = _hub_kwargs(options) | {"revision": adapter.base_revision}
+    return _read_config(adapter.base, kwargs, f"{what}adapter_config.json) is {adapter.base!r}")
+
+
+def _read_config(source: str, kwargs: dict[str, Any], what: str) -> Any:
     try:
-        AutoConfig.from_pretrained(source, **kwargs)
+        return AutoConfig.from_pretrained(source, **kwargs)
     except Exception as error:
         raise ModelError(f"{what}, which cannot be read: {_first_line(error)}") from error
 
@@ -147,8 +148,9 @@ def prepare_model(
             f"`model` is trained in {str(min(low, key=str))[6:]}: updates below its precision are lost; for float32 "
             "master weights load it with dtype=torch.float32, or give its name instead of the object."
         )
-    check_trainable(model)
     base = base_model(model)
+    if base is not model:
+        check_resized(model)
     layout, why = choose_layout(base, options.layout)
     if layout != "padded":
         base.set_attn_implementation(FOREST)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from posttrain.errors import MissingExtraError, ModelError
 from posttrain.model.adapters import keep_master_weights
+from posttrain.parallel.ranks import say
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -100,3 +104,52 @@ def _vocabulary(base: Any, weights: dict[str, Any]) -> int | None:
             if prefix is not None and key.startswith(prefix) and key.endswith("weight") and "lora_" not in key:
                 return int(value.shape[0])  # peft stores the whole matrix wherever it was resized or adapted
     return None
+
+
+def check_resized(model: Any) -> None:
+    """Refuse an adapter on a resized model whose new rows peft would not save with it, so that it could not be loaded
+    again: it stores them where it can see that they are new, and never for one end of a model when the other has an
+    adapter."""
+    from peft.utils import get_peft_model_state_dict
+    from transformers import AutoConfig
+
+    base, config = model.get_base_model(), model.active_peft_config
+    rows = base.get_input_embeddings().weight.shape[0]
+    try:
+        before = AutoConfig.from_pretrained(
+            config.base_model_name_or_path or "", revision=config.revision
+        ).get_text_config()
+    except Exception:  # made in memory: there is no base to load
+        return
+    if before.vocab_size == rows:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kept = {x.data_ptr() for x in get_peft_model_state_dict(model).values()}
+    if rows > before.vocab_size and not any(p.requires_grad for p in base.get_input_embeddings().parameters()):
+        say(
+            f"{rows - before.vocab_size} rows of the embedding are new, and this adapter does not train them: name the "
+            "new tokens in `trainable_token_indices`, or both ends in `lora_modules_to_save`"
+        )
+    for name, end in (("embedding", base.get_input_embeddings()), ("head", base.get_output_embeddings())):
+        layer = inner_layer(end, copies=True)
+        if layer.weight.data_ptr() not in kept:
+            raise ModelError(
+                f"the embeddings were resized from {before.vocab_size} to {rows} rows, and peft would not save those "
+                f"of the {name} with this adapter: put both ends in `lora_modules_to_save` (with tied ones the embedding "
+                "and `ensure_weight_tying`), or give the base as a local folder, where peft sees that it was resized."
+            )
+
+
+def inner_layer(module: Any, copies: bool = False) -> Any:
+    """The plain layer under whatever peft has put around it; with `copies` the copy that is trained, where there is
+    one."""
+    while True:
+        saved = getattr(module, "modules_to_save", None)
+        if copies and isinstance(saved, nn.ModuleDict) and module.active_adapters[0] in saved:
+            return saved[module.active_adapters[0]]
+        inside = [getattr(module, name, None) for name in ("base_layer", "token_adapter", "original_module")]
+        found = next((x for x in inside if isinstance(x, nn.Module)), None)
+        if found is None:
+            return module
+        module = found

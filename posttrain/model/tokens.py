@@ -1,0 +1,66 @@
+"""New tokens: a chat template taken from another tokenizer, with the tokens it needs and rows for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import ConfigError
+
+
+def clone_chat_template(
+    model: Any, tokenizer: Any, source_tokenizer_path: str, resize_to_multiple_of: int | None = 64
+) -> tuple[Any, Any, list[int]]:
+    """Give a model and its tokenizer the chat template of another tokenizer, its added tokens and its end of a turn.
+
+    The embeddings are resized to hold every token, to a multiple of `resize_to_multiple_of`; they never shrink. Returns
+    the model, the tokenizer and the ids of the tokens that are new, which `trainable_token_indices` of a LoRA
+    configuration takes. Raises `ConfigError` for a source without a template.
+
+    e.g. model, tokenizer, added = clone_chat_template(model, tokenizer, "Qwen/Qwen3-0.6B")
+    """
+    source = _read(source_tokenizer_path)
+    before = len(tokenizer)
+    known = set(tokenizer.get_vocab())
+    wanted = [token for _, token in sorted(source.added_tokens_decoder.items()) if str(token) not in known]
+    special = [token for token in wanted if token.special]
+    tokenizer.add_tokens([token for token in wanted if not token.special])
+    tokenizer.add_tokens(special, special_tokens=True)
+    added = sorted(tokenizer.convert_tokens_to_ids([str(token) for token in wanted]))
+    tokenizer.chat_template = source.chat_template
+    if source.eos_token is not None:
+        _end_with(model, tokenizer, source.eos_token)
+    assert len(tokenizer) >= before
+    make_room(model, tokenizer, resize_to_multiple_of)
+    return model, tokenizer, added
+
+
+def make_room(model: Any, tokenizer: Any, multiple: int | None = None) -> None:
+    """Resize a model's embeddings, and its head, so that every id of the tokenizer has a row. New rows start at the
+    mean of the old ones, with their spread. Models that have rows to spare stay as they are."""
+    highest = max(tokenizer.get_vocab().values(), default=-1)
+    if highest >= model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(highest + 1, pad_to_multiple_of=multiple)
+
+
+def _end_with(model: Any, tokenizer: Any, token: str) -> None:
+    """End turns, and generation, with a token."""
+    tokenizer.eos_token = token
+    generation = getattr(model, "generation_config", None)
+    for config in {id(c): c for c in (model.config, model.config.get_text_config(), generation) if c}.values():
+        config.eos_token_id = tokenizer.eos_token_id
+
+
+def _read(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    name = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path
+    try:
+        source = AutoTokenizer.from_pretrained(name)
+    except Exception as error:
+        raise ConfigError(
+            f"`source_tokenizer_path` is {path!r}, which has no tokenizer that loads: {str(error).splitlines()[0]}"
+        ) from error
+    if not source.chat_template:
+        raise ConfigError(f"`source_tokenizer_path` is {path!r}, whose tokenizer has no chat template.")
+    return source
