@@ -45,6 +45,7 @@ class Kind:
     config: Any
 
 
+TOKENS = [*range(3, 120), 33 + 128]
 KINDS = {
     "lora": Kind("llama", LoraConfig(**ON)),
     "rslora": Kind("llama", LoraConfig(**ON, use_rslora=True)),
@@ -58,8 +59,8 @@ KINDS = {
     ),
     "modules to save": Kind("llama", LoraConfig(**ON, modules_to_save=["embed_tokens", "lm_head"])),
     "head to save, tied": Kind("tied", LoraConfig(**ON, modules_to_save=["lm_head"])),
-    "tokens": Kind("llama", LoraConfig(**ON, trainable_token_indices=[33, 250])),
-    "tokens, tied": Kind("tied", LoraConfig(**ON, trainable_token_indices=[33, 250])),
+    "tokens": Kind("llama", LoraConfig(**ON, trainable_token_indices=TOKENS)),
+    "tokens, tied": Kind("tied", LoraConfig(**ON, trainable_token_indices=TOKENS)),
     "experts": Kind(
         "moe",
         LoraConfig(
@@ -211,8 +212,7 @@ def test_resuming_is_bit_equal(name: str, dtype: str, bases: dict[str, str]):
     whole = run(first := trainer(folder, KINDS[name].config, **fields))
     resumed = trainer(folder, KINDS[name].config, **fields)
     second = run(resumed, resume=f"{first.args.output_dir}/checkpoint-2")
-    assert whole.losses[2:] == second.losses
-    bit_equal(type(whole)(second.losses, {}, whole.weights), type(whole)(second.losses, {}, second.weights))
+    bit_equal(whole, second)
 
 
 # ---- half precision bases --------------------------------------------------------------------------------------------
@@ -229,15 +229,19 @@ def test_modules_trained_in_full_have_float32_weights_over_a_bfloat16_base(bases
     run(built)
     for was, now in zip(before, saved, strict=True):
         assert not torch.equal(was, now) and torch.equal(was.bfloat16(), was)
-    # Outside of autocast too, the model takes and gives what its base does.
     want = logits(built.model)
-    assert built.model(input_ids=IDS).logits.dtype == torch.bfloat16
     built.save_model(folder := scratch())
     again = trainer(folder, bf16=True)
     for was, now in zip(saved, base_model(again.model).lm_head.modules_to_save.parameters(), strict=False):
         assert now.dtype == was.dtype == torch.float32
     assert torch.equal(base_model(again.model).lm_head.modules_to_save.default.weight, saved[1])
-    assert torch.equal(logits(again.model), want)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(logits(again.model), want, rtol=0, atol=1e-2)
+    # Outside of autocast, the model takes and gives what its base does.
+    plain = prepare_model(bases["bfloat16"], LoadOptions(), kind.config).model
+    base_logits = AutoModelForCausalLM.from_pretrained(bases["bfloat16"])(input_ids=IDS).logits
+    assert plain(input_ids=IDS).logits.dtype == base_logits.dtype == torch.bfloat16
+    torch.testing.assert_close(plain(input_ids=IDS).logits, base_logits, rtol=0, atol=1e-2)
 
 
 # ---- quantized bases -------------------------------------------------------------------------------------------------
@@ -333,15 +337,16 @@ def test_new_tokens_trained_saved_merged_and_reloaded(
     how: str, tied: bool, bases: dict[str, str], capsys: pytest.CaptureFixture[str]
 ):
     model, tokenizer, added = with_new_tokens(bases["small vocabulary" + ", tied" * tied])
-    assert tokenizer.convert_ids_to_tokens(added) == ["<|im_start|>", "<|im_end|>"]
-    assert tokenizer.eos_token == "<|im_end|>" and model.config.eos_token_id == tokenizer.eos_token_id == added[1]
+    assert tokenizer.convert_ids_to_tokens(added) == ["<|im_end|>", "<|im_start|>"]  # in the source's order
+    assert tokenizer.eos_token == "<|im_end|>" and model.config.eos_token_id == tokenizer.eos_token_id == added[0]
     assert model.get_input_embeddings().weight.shape[0] == 320 == model.config.vocab_size
     fields = NEW_TOKENS[how]
     config = None if fields is None else for_tokens(fields, added)
     built = trainer(model, config, Dataset.from_list(CHATS), processing_class=tokenizer)
     start = effective_rows(built.model, added)
     run(built)
-    assert ("does not train them" in capsys.readouterr().out) == (how == "not trained")
+    captured = capsys.readouterr()
+    assert ("does not train them" in captured.out + captured.err) == (how == "not trained")
     for was, now in zip(start, effective_rows(built.model, added)[:1], strict=False):
         assert torch.equal(was, now) == (how == "not trained")
     built.save_model(folder := scratch())
@@ -356,7 +361,7 @@ def test_new_tokens_trained_saved_merged_and_reloaded(
     assert main(["merge", "--model_name_or_path", folder, "--output_dir", whole]) == 0
     merged = AutoModelForCausalLM.from_pretrained(whole)
     torch.testing.assert_close(logits(merged, ids), want, rtol=0, atol=1e-5 * want.abs().max().item())
-    assert merged.config.eos_token_id == added[1] == merged.generation_config.eos_token_id
+    assert merged.config.eos_token_id == added[0] == merged.generation_config.eos_token_id
 
 
 def effective_rows(model: Any, ids: list[int]) -> list[torch.Tensor]:

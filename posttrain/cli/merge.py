@@ -88,6 +88,7 @@ def _merge_into(folder: Path, config: MergeConfig, adapter: SavedAdapter) -> Non
 
     from posttrain.model.load import LoadOptions, base_config, load_tokenizer, load_weights
     from posttrain.model.merge import TOLERANCE, difference, merge_adapter, probe_logits
+    from posttrain.model.tokens import end_with
 
     trust = config.trust_remote_code
     options = LoadOptions({"revision": config.model_revision, "dtype": "float32"}, trust_remote_code=trust)
@@ -105,6 +106,7 @@ def _merge_into(folder: Path, config: MergeConfig, adapter: SavedAdapter) -> Non
     model = merge_adapter(model)
     _judge("merged", difference(probe_logits(model, ids), want), TOLERANCE)
     model = model.to(dtype)
+    end_with(model, tokenizer)  # an adapter's folder holds no config
     in_memory: Tensor = probe_logits(model, ids)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

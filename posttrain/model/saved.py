@@ -136,8 +136,9 @@ def check_resized(model: Any) -> None:
         if layer.weight.data_ptr() not in kept:
             raise ModelError(
                 f"the embeddings were resized from {before.vocab_size} to {rows} rows, and peft would not save those "
-                f"of the {name} with this adapter: put both ends in `lora_modules_to_save` (with tied ones the embedding "
-                "and `ensure_weight_tying`), or give the base as a local folder, where peft sees that it was resized."
+                f"of the {name} with this adapter: put both ends in `lora_modules_to_save` (with tied ones the "
+                "embedding and `ensure_weight_tying`), or give the base as a local folder, where peft sees that "
+                "it was resized."
             )
 
 

@@ -20,18 +20,16 @@ def clone_chat_template(
     e.g. model, tokenizer, added = clone_chat_template(model, tokenizer, "Qwen/Qwen3-0.6B")
     """
     source = _read(source_tokenizer_path)
-    before = len(tokenizer)
     known = set(tokenizer.get_vocab())
     wanted = [token for _, token in sorted(source.added_tokens_decoder.items()) if str(token) not in known]
-    special = [token for token in wanted if token.special]
-    tokenizer.add_tokens([token for token in wanted if not token.special])
-    tokenizer.add_tokens(special, special_tokens=True)
-    added = sorted(tokenizer.convert_tokens_to_ids([str(token) for token in wanted]))
+    for token in wanted:  # one by one: their order stays
+        tokenizer.add_tokens([token], special_tokens=token.special)
+    added = tokenizer.convert_tokens_to_ids([str(token) for token in wanted])
     tokenizer.chat_template = source.chat_template
     if source.eos_token is not None:
-        _end_with(model, tokenizer, source.eos_token)
-    assert len(tokenizer) >= before
+        tokenizer.eos_token = source.eos_token
     make_room(model, tokenizer, resize_to_multiple_of)
+    end_with(model, tokenizer)
     return model, tokenizer, added
 
 
@@ -43,12 +41,17 @@ def make_room(model: Any, tokenizer: Any, multiple: int | None = None) -> None:
         model.resize_token_embeddings(highest + 1, pad_to_multiple_of=multiple)
 
 
-def _end_with(model: Any, tokenizer: Any, token: str) -> None:
-    """End turns, and generation, with a token."""
-    tokenizer.eos_token = token
+def end_with(model: Any, tokenizer: Any) -> None:
+    """End turns, and generation, with the tokenizer's end token, and pad with its padding token. Other tokens at which
+    generation stops stay."""
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     generation = getattr(model, "generation_config", None)
     for config in {id(c): c for c in (model.config, model.config.get_text_config(), generation) if c}.values():
-        config.eos_token_id = tokenizer.eos_token_id
+        if eos is not None:
+            stops = config.eos_token_id
+            config.eos_token_id = eos if not isinstance(stops, list) else [eos, *(i for i in stops if i != eos)]
+        if pad is not None:
+            config.pad_token_id = pad
 
 
 def _read(path: str) -> Any:
