@@ -12,8 +12,6 @@ from posttrain.cli.parse import Values, construct
 from posttrain.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from posttrain.model.config import MergeConfig
     from posttrain.model.saved import SavedAdapter
 
@@ -87,7 +85,14 @@ def _merge_into(folder: Path, config: MergeConfig, adapter: SavedAdapter) -> Non
     from transformers import AutoModelForCausalLM
 
     from posttrain.model.load import LoadOptions, base_config, load_tokenizer, load_weights
-    from posttrain.model.merge import TOLERANCE, difference, merge_adapter, probe_logits
+    from posttrain.model.merge import (
+        HALF_TOLERANCE,
+        TOLERANCE,
+        difference,
+        first_difference,
+        merge_adapter,
+        probe_logits,
+    )
     from posttrain.model.tokens import end_with
 
     trust = config.trust_remote_code
@@ -105,15 +110,17 @@ def _merge_into(folder: Path, config: MergeConfig, adapter: SavedAdapter) -> Non
     want = probe_logits(model, ids)
     model = merge_adapter(model)
     _judge("merged", difference(probe_logits(model, ids), want), TOLERANCE)
-    model = model.to(dtype)
+    for parameter in model.parameters():  # not the module: its rotary frequencies stay in float32
+        parameter.data = parameter.data.to(dtype)
     end_with(model, tokenizer)  # an adapter's folder holds no config
-    in_memory: Tensor = probe_logits(model, ids)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    del model
     saved = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trust)
-    _judge("saved", difference(probe_logits(saved, ids), in_memory), TOLERANCE)
-    found = difference(in_memory, want)
+    lost = first_difference(saved, model)
+    if lost is not None:
+        raise ModelError(f"the saved model's {lost!r} is not what was merged; nothing was saved.")
+    found = difference(probe_logits(saved, ids), want)
+    _judge("saved", found, TOLERANCE if dtype == torch.float32 else HALF_TOLERANCE)
     print(
         f"merged {adapter.source} into {adapter.base} as {str(dtype)[6:]}: over {len(ids)} probe tokens, a logit "
         f"differs from the adapter's (in float32) by at most {found:.1e} of the largest",

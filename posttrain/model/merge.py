@@ -14,6 +14,9 @@ from posttrain.model.saved import inner_layer
 TOLERANCE = 1e-3
 """Largest difference of a logit between a merged model and its adapter in float32, as a share of the largest logit."""
 
+HALF_TOLERANCE = 0.2
+"""The same once the weights are rounded to 16 bits: what rounding does, far below what a lost weight does."""
+
 
 def merge_adapter(model: Any) -> Any:
     """The base of a peft model with the active adapter's product in its weights.
@@ -57,3 +60,12 @@ def difference(got: Tensor, want: Tensor) -> float:
     if got.shape != want.shape:
         return float("inf")
     return float((got - want).abs().max() / want.abs().max().clamp(min=1e-12))
+
+
+def first_difference(saved: Any, model: Any) -> str | None:
+    """Name of the first weight of `saved` that is not the one of `model`, bit for bit; None when all are."""
+    wanted = dict(model.named_parameters(remove_duplicate=False))
+    for name, got in saved.named_parameters(remove_duplicate=False):
+        if name not in wanted or not torch.equal(got, wanted[name].to(got.dtype)):
+            return name
+    return next((name for name in wanted if name not in dict(saved.named_parameters(remove_duplicate=False))), None)
