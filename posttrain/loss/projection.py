@@ -116,7 +116,7 @@ class Projection:
         self._found[name] = accumulate_product(self._found.get(name), d_logits, h)
 
 
-WEIGHT_BLOCK_BYTES = 16 << 20
+WEIGHT_BLOCK_BYTES = 2 << 20
 """Rows of the weight gradient whose summand is formed at once, in fp32: products of more rows are no faster."""
 
 
@@ -144,6 +144,6 @@ def scaled(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def _weight_blocks(weight: Tensor) -> Iterator[slice]:
-    """Rows of a [V, H] matrix, WEIGHT_BLOCK_BYTES in fp32 at once; sixteen times that off the CPU."""
-    block = WEIGHT_BLOCK_BYTES if weight.device.type == "cpu" else 16 * WEIGHT_BLOCK_BYTES
+    """Rows of a [V, H] matrix, WEIGHT_BLOCK_BYTES in fp32 at once; 128 times that off the CPU."""
+    block = WEIGHT_BLOCK_BYTES if weight.device.type == "cpu" else 128 * WEIGHT_BLOCK_BYTES
     return chunks(weight.shape[0], max(1, block // (4 * max(weight.shape[1], 1))))

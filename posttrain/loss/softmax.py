@@ -52,7 +52,7 @@ def _row_blocks(logits: Tensor) -> Iterator[slice]:
     rows = logits.shape[0]
     if logits.device.type != "cpu":
         return chunks(rows, max(rows, 1))
-    return chunks(rows, max(1, (8 << 20) // (4 * logits.shape[1])))
+    return chunks(rows, max(1, (2 << 20) // (4 * logits.shape[1])))
 
 
 def final_logits(block: Tensor, spec: HeadSpec, temperature: float) -> Tensor:
