@@ -60,12 +60,6 @@ def other_adapter_is_active() -> Any:
     return shaken(model)
 
 
-def merged() -> Any:
-    model = wrapped(LoraConfig(**LORA))
-    model.merge_adapter()
-    return model.requires_grad_(True)
-
-
 def disabled() -> Any:
     model = wrapped(LoraConfig(**LORA | {"modules_to_save": ["embed_tokens"]}))
     model.base_model.disable_adapter_layers()
@@ -92,7 +86,6 @@ KNOWN: dict[str, Callable[[], Any]] = {
     ),
     "two adapters": two_adapters,
     "inactive on the head": other_adapter_is_active,
-    "merged": merged,
     "disabled": disabled,
     "saved head": lambda: wrapped(LoraConfig(**ON_TOKENS, modules_to_save=["lm_head"])),
     "saved head, tied": lambda: wrapped(LoraConfig(**ON_TOKENS, modules_to_save=["lm_head"]), tied=True),
@@ -176,6 +169,18 @@ def test_operands_of_a_known_head(kind: str, planned: bool, monkeypatch: pytest.
 @pytest.mark.parametrize("kind", OPAQUE)
 def test_any_other_head_goes_through_its_own_forward(kind: str, planned: bool):
     agree(prepared(OPAQUE[kind]()), planned)
+
+
+@pytest.mark.parametrize("planned", [True, False], ids=["planned", "deferred"])
+@pytest.mark.parametrize("kind", ["lora", "tokens, tied"])
+def test_an_adapter_merged_for_a_while(kind: str, planned: bool):
+    model = prepared(KNOWN[kind]())
+    before = ours(model, planned)[0]
+    model.merge_adapter()
+    agree(model.requires_grad_(True), planned)
+    torch.testing.assert_close(ours(model, planned)[0], before, rtol=0, atol=2e-5)
+    model.unmerge_adapter()
+    agree(model, planned)
 
 
 @pytest.mark.parametrize("kind", ["lora", "tokens, tied", "saved head", "dora"])
