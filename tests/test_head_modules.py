@@ -346,6 +346,14 @@ def test_the_hooks_of_every_module_see_the_call_and_its_tensors():
     assert all(count >= 1 for count in seen.values())
 
 
+def test_a_partitioned_head_that_would_be_computed_twice_is_refused():
+    """As under ZeRO-3, where weights are empty outside of their module's hooks."""
+    model = prepared(OPAQUE["dora"]())
+    base_model(model).lm_head.base_layer.weight.data = torch.empty(0)
+    with pytest.raises(ModelError, match=r"lora.layer.Linear.*ZeRO-3.*ZeRO-2"):
+        ours(model, planned=True)
+
+
 def test_within_leaves_the_module_as_it_was():
     module = nn.Linear(2, 2)
     assert within(module, torch.ones(1), lambda x: x + 1) == 2 and "forward" not in vars(module)

@@ -61,6 +61,11 @@ def score_hidden(head: Any, hidden: Tensor, targets: Tensor, spec: HeadSpec, req
     found = _with_operands(head, hidden, score)
     if found is None:
         vocabulary = int(getattr(head, "out_features", None) or head.weight.shape[0])
+        if torch.is_grad_enabled() and any(parameter.numel() == 0 for parameter in head.parameters()):
+            raise ModelError(
+                f"the output projection is a {type(head).__module__}.{type(head).__name__} whose weights ZeRO-3 has "
+                "partitioned, and its chunks cannot be computed twice then: use plain LoRA on it, or ZeRO-2."
+            )
         return module_scores(lambda h: head(h), hidden, targets, vocabulary, spec, request)
     return _scores(found, request)
 
