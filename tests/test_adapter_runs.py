@@ -15,8 +15,9 @@ import pytest
 import torch
 from data_fixtures import CHATML, byte_tokenizer
 from datasets import Dataset
-from laws.runs import FIELDS, bit_equal, run, same, scratch
+from laws.runs import FIELDS, Run, bit_equal, run, same, scratch
 from peft import AdaLoraConfig, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from pool import POOL
 from tiny import SHAPE, tiny_model, token_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
@@ -195,6 +196,20 @@ def test_accumulation_chunks_and_checkpointing_change_nothing(name: str, bases: 
         {"per_device_train_batch_size": 4, "layout": "padded"},
     ):
         same(one, run(lawful(name, bases, **fields)))
+
+
+def run_on(base: str, name: str, size: int) -> Run:
+    return run(trainer(base, KINDS[name].config, per_device_train_batch_size=size, head_chunk_tokens=4))
+
+
+@pytest.mark.parametrize("name", LAWFUL)
+def test_two_processes_are_one(name: str, bases: dict[str, str]):
+    base = bases[KINDS[name].base]
+    one = run_on(base, name, size=2)
+    first, second = POOL.run(run_on, base=base, name=name, size=1)
+    for two in (first, second):
+        two.gradients = {n.removeprefix("module."): g for n, g in two.gradients.items()}
+        same(one, two)
 
 
 @pytest.mark.parametrize("name", LAWFUL)
