@@ -16,7 +16,16 @@ import torch
 from data_fixtures import CHATML, byte_tokenizer
 from datasets import Dataset
 from laws.runs import FIELDS, Run, bit_equal, run, same, scratch
-from peft import AdaLoraConfig, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from peft import (
+    AdaLoraConfig,
+    IA3Config,
+    LoHaConfig,
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from pool import POOL
 from tiny import SHAPE, tiny_model, token_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
@@ -62,6 +71,8 @@ KINDS = {
     "head to save, tied": Kind("tied", LoraConfig(**ON, modules_to_save=["lm_head"])),
     "tokens": Kind("llama", LoraConfig(**ON, trainable_token_indices=TOKENS)),
     "tokens, tied": Kind("tied", LoraConfig(**ON, trainable_token_indices=TOKENS)),
+    "ia3": Kind("llama", IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"])),
+    "loha on the head": Kind("llama", LoHaConfig(r=2, target_modules=["q_proj", "lm_head"])),
     "experts": Kind(
         "moe",
         LoraConfig(
@@ -133,7 +144,7 @@ def test_trained_saved_gone_on_with_and_merged(name: str, bases: dict[str, str])
     run(built)
     moved = {n for n, p in built.model.named_parameters() if not torch.equal(p, before[n])}
     assert moved == {n for n, p in built.model.named_parameters() if p.requires_grad} != set()
-    own = ("lora_", "modules_to_save", "trainable_tokens_delta")
+    own = ("lora_", "ia3_", "hada_", "modules_to_save", "trainable_tokens_delta")
     assert all(any(part in n for part in own) for n in moved)
     loss = built.evaluate(token_rows(4, seed=9))["eval_loss"]
     assert loss == pytest.approx(own_loss(built.model, token_rows(4, seed=9)), abs=1e-5)
