@@ -397,6 +397,42 @@ def effective_rows(model: Any, ids: list[int]) -> list[torch.Tensor]:
     return [embedded, base.get_output_embeddings()(torch.eye(32)).detach().t()[ids].clone()]
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("how", ["full", "lora", "lora, head in full"])
+def test_a_template_by_its_model_comes_with_its_tokens(how: str, tied: bool, bases: dict[str, str], tmp_path: Path):
+    byte_tokenizer(template=CHATML).save_pretrained(tmp_path)
+    saved = {"modules_to_save": ["embed_tokens", "lm_head"]} if how != "lora" else {}
+    config = None if how == "full" else LoraConfig(**ON, **saved)
+    base = bases["small vocabulary" + ", tied" * tied]
+    built = trainer(base, config, Dataset.from_list(CHATS), chat_template_path=str(tmp_path))
+    assert built.processing_class.eos_token == "<|im_end|>" and built.processing_class.eos_token_id == 257
+    assert base_model(built.model).get_input_embeddings().weight.shape[0] == 320
+    start = effective_rows(built.model, [257, 258])
+    run(built)
+    end = effective_rows(built.model, [257, 258])
+    assert all(not torch.equal(was, now) for was, now in zip(start, end, strict=True))
+    if how == "lora":
+        want = {"embed_tokens": [257, 258]} | ({} if tied else {"lm_head": [257, 258]})
+        assert built.model.active_peft_config.trainable_token_indices == want
+        assert config is not None and config.trainable_token_indices is None  # the caller's stays as it is
+    built.save_model(folder := scratch())
+    ids = torch.tensor([built.processing_class.apply_chat_template(CHATS[1]["messages"])["input_ids"]])
+    assert {257, 258} <= set(ids[0].tolist())
+    again = trainer(folder, rows=Dataset.from_list(CHATS), chat_template_path=str(tmp_path))
+    assert torch.equal(logits(again.model, ids), logits(built.model, ids))
+    named = trainer(base, config, Dataset.from_list(CHATS), chat_template_path=str(tmp_path), eos_token="<pad>")
+    assert named.processing_class.eos_token == "<pad>"
+
+
+def test_a_template_with_tokens_that_an_adapter_has_no_rows_for(bases: dict[str, str], tmp_path: Path):
+    byte_tokenizer(template=CHATML).save_pretrained(tmp_path)
+    trainer(bases["small vocabulary"], LoraConfig(**ON), Dataset.from_list([{"text": "abc"}] * 2)).save_model(
+        f := scratch()
+    )
+    with pytest.raises(ModelError, match=r"`chat_template_path` brings 2 tokens.*posttrain merge"):
+        trainer(f, rows=Dataset.from_list(CHATS), chat_template_path=str(tmp_path))
+
+
 def test_a_template_whose_tokens_are_there_changes_no_size(bases: dict[str, str]):
     source = scratch()
     byte_tokenizer(template=CHATML).save_pretrained(source)

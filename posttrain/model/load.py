@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from posttrain.model.head import head_spec
 from posttrain.model.probe import choose_layout
 from posttrain.model.saved import SavedAdapter, check_resized, find_adapter, put_on
 from posttrain.model.scoring import Scoring, bind_head, varying_rope
+from posttrain.model.tokens import TOKEN_MULTIPLE, make_room, with_trained_tokens
 from posttrain.parallel.device import native_bf16
 from posttrain.parallel.ranks import say
 from posttrain.types import Layout
@@ -125,9 +126,14 @@ def load_tokenizer(source: Any, options: LoadOptions) -> Any:
 
 
 def prepare_model(
-    source: Any, options: LoadOptions, peft_config: Any = None, quantization_config: Any = None
+    source: Any,
+    options: LoadOptions,
+    peft_config: Any = None,
+    quantization_config: Any = None,
+    new_tokens: Sequence[int] = (),
 ) -> Prepared:
-    """Load, adapt, probe and bind. Raises `ModelError`, `LayoutError` or `ConfigError`, each naming the field."""
+    """Load, make room for new tokens, adapt, probe and bind. Raises `ModelError`, `LayoutError` or `ConfigError`, each
+    naming the field."""
     if isinstance(source, str):
         model = load_weights(source, options, peft_config is not None, quantization_config)
     else:
@@ -141,6 +147,8 @@ def prepare_model(
         if "_original_forward" in wrapped.__dict__:  # another trainer's autocast, left in place by accelerate
             del wrapped.forward, wrapped._original_forward
     keep_quantized_weights(model)
+    if new_tokens:
+        peft_config = _take_tokens(model, peft_config, list(new_tokens))
     model = wrap_adapter(model, peft_config)
     low = {p.dtype for p in model.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)}
     if low and not isinstance(source, str):
@@ -161,6 +169,19 @@ def prepare_model(
     bind_head(base, scoring)
     say(f"layout: {layout} ({why})")
     return Prepared(model, layout, _dropout(model))
+
+
+def _take_tokens(model: Any, peft_config: Any, ids: list[int]) -> Any:
+    """Rows for new tokens. Returns the adapter's configuration, which trains them."""
+    if is_adapted(model):
+        raise ModelError(
+            f"`chat_template_path` brings {len(ids)} tokens that the adapter given as `model` was not made for; merge "
+            "it first (`posttrain merge`), or give the template as a Jinja file."
+        )
+    make_room(model, ids, TOKEN_MULTIPLE)
+    rows = model.get_input_embeddings().weight.shape[0]
+    say(f"{len(ids)} tokens come with the chat template; the model has {rows} rows")
+    return peft_config if peft_config is None else with_trained_tokens(model, peft_config, ids)
 
 
 def load_weights(source: str, options: LoadOptions, adapted: bool, quantization_config: Any, trainable: bool = True):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from posttrain.errors import ConfigError
 
+TOKEN_MULTIPLE = 64
+"""Rows of a resized embedding: tensor cores work on such sizes."""
+
 
 def clone_chat_template(
-    model: Any, tokenizer: Any, source_tokenizer_path: str, resize_to_multiple_of: int | None = 64
+    model: Any, tokenizer: Any, source_tokenizer_path: str, resize_to_multiple_of: int | None = TOKEN_MULTIPLE
 ) -> tuple[Any, Any, list[int]]:
     """Give a model and its tokenizer the chat template of another tokenizer, its added tokens and its end of a turn.
 
@@ -28,17 +33,33 @@ def clone_chat_template(
     tokenizer.chat_template = source.chat_template
     if source.eos_token is not None:
         tokenizer.eos_token = source.eos_token
-    make_room(model, tokenizer, resize_to_multiple_of)
+    make_room(model, tokenizer.get_vocab().values(), resize_to_multiple_of)
     end_with(model, tokenizer)
     return model, tokenizer, added
 
 
-def make_room(model: Any, tokenizer: Any, multiple: int | None = None) -> None:
-    """Resize a model's embeddings, and its head, so that every id of the tokenizer has a row. New rows start at the
-    mean of the old ones, with their spread. Models that have rows to spare stay as they are."""
-    highest = max(tokenizer.get_vocab().values(), default=-1)
+def make_room(model: Any, ids: Iterable[int], multiple: int | None = None) -> None:
+    """Resize a model's embeddings, and its head, so that every id has a row. New rows start at the mean of the old
+    ones, with their spread. Models that have rows to spare stay as they are."""
+    highest = max(ids, default=-1)
     if highest >= model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(highest + 1, pad_to_multiple_of=multiple)
+
+
+def with_trained_tokens(model: Any, peft_config: Any, ids: list[int]) -> Any:
+    """A LoRA configuration that trains the rows of some tokens too, at both ends of the model; one that says itself
+    what it trains of them stays as it is."""
+    unset = getattr(peft_config, "trainable_token_indices", ()) is None
+    ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
+    names = {end: name for end, module in ends.items() for name, found in model.named_modules() if found is module}
+    saved = {str(name).rpartition(".")[2] for name in getattr(peft_config, "modules_to_save", None) or ()}
+    if not unset or saved & {name.rpartition(".")[2] for name in names.values()}:
+        return peft_config
+    if ends["head"] is not None and ends["head"].weight is ends["embedding"].weight:
+        del names["head"]  # tied: peft trains the same rows there
+    config = copy.copy(peft_config)
+    config.trainable_token_indices = {name.rpartition(".")[2]: list(ids) for name in names.values()}
+    return config
 
 
 def end_with(model: Any, tokenizer: Any) -> None:
