@@ -495,6 +495,22 @@ def test_a_merged_adapter_is_refused(bases: dict[str, str]):
         trainer(model, processing_class=byte_tokenizer())
 
 
+def test_an_adapter_named_as_on_the_hub(bases: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """From a cache, as when it was downloaded before."""
+    built = trainer(bases["llama"], LoraConfig(**ON))
+    run(built)
+    snapshot = tmp_path / "models--someone--adapter" / "snapshots" / ("0" * 40)
+    built.save_model(str(snapshot))
+    (tmp_path / "models--someone--adapter" / "refs").mkdir()
+    (tmp_path / "models--someone--adapter" / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    again = trainer("someone/adapter", model_init_kwargs={"revision": "main"})
+    assert torch.equal(logits(again.model), logits(built.model))
+    assert again.processing_class.get_vocab() == built.processing_class.get_vocab()
+    with pytest.raises(ModelError, match="cannot be read"):
+        trainer("someone/else")
+
+
 def test_a_second_adapter_on_a_saved_one_is_refused(bases: dict[str, str]):
     built = trainer(bases["llama"], LoraConfig(**ON))
     built.save_model(folder := scratch())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import warnings
 from dataclasses import dataclass
@@ -66,6 +67,7 @@ def find_adapter(source: Any, revision: str | None = None) -> SavedAdapter | Non
     return SavedAdapter(source, revision, config)
 
 
+@functools.lru_cache(maxsize=8)
 def _on_the_hub(name: str, revision: str | None) -> bool:
     from transformers.utils.peft_utils import find_adapter_config_file
 
