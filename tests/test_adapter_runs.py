@@ -62,6 +62,9 @@ KINDS = {
     "dora": Kind("llama", LoraConfig(**ON | {"target_modules": ["q_proj", "down_proj"]}, use_dora=True)),
     "on the head": Kind("llama", LoraConfig(**ON | {"target_modules": ["q_proj", "lm_head"]})),
     "dora on the head": Kind("llama", LoraConfig(**ON | {"target_modules": ["q_proj", "lm_head"]}, use_dora=True)),
+    "head alone": Kind("llama", LoraConfig(**ON | {"target_modules": ["lm_head"]})),
+    "dora, head alone": Kind("llama", LoraConfig(**ON | {"target_modules": ["lm_head"]}, use_dora=True)),
+    "pissa": Kind("llama", LoraConfig(**ON, init_lora_weights="pissa")),
     "on a tied head": Kind("tied", LoraConfig(**ON | {"target_modules": ["q_proj", "lm_head"]})),
     "on both ends, tied": Kind("tied", LoraConfig(**ON | {"target_modules": ["embed_tokens", "lm_head"]})),
     "on both ends, kept tied": Kind(

@@ -7,14 +7,16 @@ import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from peft import LoHaConfig, LoraConfig, PeftModel, get_peft_model
+from pool import POOL
 from tiny import tiny_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import posttrain.model.head as head_room
@@ -341,6 +343,35 @@ def test_a_weight_in_shards_is_gathered_and_its_gradient_goes_back():
             torch.testing.assert_close(grad.full_tensor(), want.grad)
     finally:
         dist.destroy_process_group()
+
+
+def sharded(kind: str, planned: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    """On one rank of two: layers, head and the rest in units of FSDP2."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = prepared(KNOWN[kind]())
+    mesh = init_device_mesh("cpu", (2,))
+    base = base_model(model)
+    for layer in base.model.layers:
+        fully_shard(layer, mesh=mesh)
+    if "tied" not in kind:
+        fully_shard(base.lm_head, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    with mock.patch.object(head_room, "module_scores", None):
+        logps, found = ours(model, planned)
+    return logps, {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
+
+
+@pytest.mark.parametrize("kind", ["plain", "tied", "lora", "saved both", "tokens, tied"])
+@pytest.mark.parametrize("planned", [True, False], ids=["planned", "deferred"])
+def test_a_sharded_model_scores_as_a_whole_one(kind: str, planned: bool):
+    want_logps, want = ours(prepared(KNOWN[kind]()), planned)
+    for logps, found in POOL.run(sharded, kind=kind, planned=planned):
+        torch.testing.assert_close(logps, want_logps, rtol=0, atol=2e-5)
+        assert {n for n, g in want.items() if g.any()} <= found.keys()
+        for name, g in want.items():
+            torch.testing.assert_close(found[name], g, rtol=0, atol=2e-5 * max(1.0, g.abs().max().item()), msg=name)
 
 
 def test_the_hooks_of_every_module_see_the_call_and_its_tensors():

@@ -8,7 +8,7 @@ forward, and answers with a tuple of tensors.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -55,19 +55,19 @@ def check_head(model: PreTrainedModel) -> None:
 def score_hidden(head: Any, hidden: Tensor, targets: Tensor, spec: HeadSpec, request: ScoreRequest) -> TokenScores:
     """Score hidden states [N, H] with the head module, exactly as its own forward would."""
 
-    def score(given: Operands) -> Any:
-        return _tensors(head_scores(given, targets, spec, request))
+    if _is_known(head):
 
-    found = _with_operands(head, hidden, score)
-    if found is None:
-        vocabulary = int(getattr(head, "out_features", None) or head.weight.shape[0])
-        if torch.is_grad_enabled() and any(parameter.numel() == 0 for parameter in head.parameters()):
-            raise ModelError(
-                f"the output projection is a {type(head).__module__}.{type(head).__name__} whose weights ZeRO-3 has "
-                "partitioned, and its chunks cannot be computed twice then: use plain LoRA on it, or ZeRO-2."
-            )
-        return module_scores(lambda h: head(h), hidden, targets, vocabulary, spec, request)
-    return _scores(found, request)
+        def score(given: Operands) -> tuple[Tensor, ...]:
+            return _tensors(head_scores(given, targets, spec, request))
+
+        return _scores(_with_operands(head, hidden, score), request)
+    if torch.is_grad_enabled() and any(parameter.numel() == 0 for parameter in head.parameters()):
+        raise ModelError(
+            f"the output projection is a {type(head).__module__}.{type(head).__name__} whose weights ZeRO-3 has "
+            "partitioned, and its chunks cannot be computed twice then: use plain LoRA on it, or ZeRO-2."
+        )
+    vocabulary = int(getattr(head, "out_features", None) or head.weight.shape[0])
+    return module_scores(lambda h: head(h), hidden, targets, vocabulary, spec, request)
 
 
 def within(module: nn.Module, x: Tensor, fn: Callable[[Tensor], Any]) -> Any:
@@ -84,21 +84,52 @@ def within(module: nn.Module, x: Tensor, fn: Callable[[Tensor], Any]) -> Any:
 
 # ---- head module → operands --------------------------------------------------------------------------------------
 
+_Score = Callable[[Operands], tuple[Tensor, ...]]
 
-def _with_operands(head: Any, hidden: Tensor, score: Callable[[Operands], Any]) -> Any:
-    """Call `score` with what the head multiplies, or return None for a head of which only its forward is known."""
-    if type(head).forward is nn.Linear.forward:
-        return within(head, hidden, lambda h: score(Operands(h, _whole(head.weight), _whole(head.bias))))
-    if "peft" not in sys.modules:
-        return None
-    from peft.tuners.lora.layer import Linear as LoraLinear
-    from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
-    if isinstance(head, ModulesToSaveWrapper):
-        return _with_operands(_saved_module(head), hidden, score)
-    if isinstance(head, TrainableTokensWrapper):
-        return _with_trained_tokens(head, hidden, score)
-    return _with_lora(head, hidden, score) if type(head) is LoraLinear else None
+def _kind(head: Any) -> str:
+    """linear, saved, tokens, lora or other; by its forward, since FSDP2 gives a module a class of its own."""
+    forwards: dict[Any, str] = {nn.Linear.forward: "linear"}
+    if "peft" in sys.modules:
+        from peft.tuners.lora.layer import Linear as LoraLinear
+        from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
+
+        forwards[LoraLinear.forward] = "lora"
+        for wrapper, kind in ((ModulesToSaveWrapper, "saved"), (TrainableTokensWrapper, "tokens")):
+            if isinstance(head, wrapper):
+                return kind
+    return forwards.get(type(head).forward, "other")
+
+
+def _is_known(head: Any) -> bool:
+    """Whether operands say all of what the head computes. What they do not say is left to its own forward: merged
+    adapters that are switched off (it takes them out first), variants of LoRA, biases that peft leaves out."""
+    kind = _kind(head)
+    if kind == "saved":
+        return _is_known(_saved_module(head))
+    if kind == "tokens":
+        layer, names = head.token_adapter, _active(head.token_adapter, head.token_adapter.token_indices)
+        ids = [i for name in names for i in layer.token_indices[name]]
+        fits = not names or (layer.get_base_layer().bias is None and len(set(ids)) == len(ids))
+        return fits and not (layer.disable_adapters and layer.merged) and _is_known(layer.get_base_layer())
+    if kind == "lora":
+        plain = not any(name in head.lora_variant or head.lora_bias[name] for name in _active(head, head.lora_A))
+        return plain and not (head.disable_adapters and head.merged) and _is_known(head.base_layer)
+    return kind == "linear"
+
+
+def _with_operands(head: Any, hidden: Tensor, score: _Score) -> tuple[Tensor, ...]:
+    """Call `score` with what a known head multiplies, inside the forward of every module that holds a part of it."""
+    run = {"saved": _with_saved, "tokens": _with_tokens, "lora": _with_lora, "linear": _with_linear}[_kind(head)]
+    return within(head, hidden, lambda h: run(head, h, score))
+
+
+def _with_linear(head: Any, hidden: Tensor, score: _Score) -> tuple[Tensor, ...]:
+    return score(Operands(hidden, _whole(head.weight), _whole(head.bias)))
+
+
+def _with_saved(head: Any, hidden: Tensor, score: _Score) -> tuple[Tensor, ...]:
+    return _with_operands(_saved_module(head), hidden, score)
 
 
 def _saved_module(head: Any) -> nn.Module:
@@ -108,47 +139,40 @@ def _saved_module(head: Any) -> nn.Module:
     return head.modules_to_save[active[0]] if on else head.original_module
 
 
-def _with_trained_tokens(head: Any, hidden: Tensor, score: Callable[[Operands], Any]) -> Any:
-    """Rows of the weight replaced by trained ones. peft leaves out a bias there; such a head keeps its own forward."""
+def _with_tokens(head: Any, hidden: Tensor, score: _Score) -> tuple[Tensor, ...]:
+    """Rows of the weight replaced by trained ones."""
     layer = head.token_adapter
-    base = layer.get_base_layer()
-    names = [] if layer.disable_adapters or layer.merged else list(layer.active_adapters)
-    if layer.disable_adapters and layer.merged:
-        return None  # its forward takes the merged rows out first
+    names = _active(layer, layer.token_indices)
     if not names:
-        return _with_operands(base, hidden, score)
-    if base.bias is not None or any(name not in layer.trainable_tokens_delta for name in names):
-        return None
-    index = [i for name in names for i in layer.token_indices[name]]
-    if len(set(index)) < len(index):
-        return None  # its forward refuses two adapters of one token
+        return _with_operands(layer.get_base_layer(), hidden, score)
     rows = torch.cat([_whole(layer.trainable_tokens_delta[name]) for name in names])
-    index = torch.tensor(index, device=rows.device)
-    return _with_operands(base, hidden, lambda given: score(replace(given, index=index, rows=rows)))
+    index = torch.tensor([i for name in names for i in layer.token_indices[name]], device=rows.device)
+    return _with_operands(layer.get_base_layer(), hidden, lambda given: score(replace(given, index=index, rows=rows)))
 
 
-def _with_lora(head: Any, hidden: Tensor, score: Callable[[Operands], Any]) -> Any:
-    """W + s·B A of every active adapter. Variants (DoRA, …) keep their own forward."""
-    if head.disable_adapters and head.merged:
-        return None  # its forward takes the merged weights out first
-    names = [n for n in head.active_adapters if n in head.lora_A and not (head.disable_adapters or head.merged)]
-    if any(n in head.lora_variant or head.lora_bias[n] for n in names):
-        return None
-    if not names:
-        return _with_operands(head.base_layer, hidden, score)
+def _with_lora(head: Any, hidden: Tensor, score: _Score) -> tuple[Tensor, ...]:
+    """W + s·B A of every active adapter."""
+    names = _active(head, head.lora_A)
     narrow = []
-    for n in names:
-        x = hidden.to(head.lora_A[n].weight.dtype)
-        narrow.append(head.lora_A[n](head.lora_dropout[n](x)) * head.scaling[n])
+    for name in names:
+        x = head.lora_dropout[name](hidden.to(head.lora_A[name].weight.dtype))
+        narrow.append(head.lora_A[name](x) * head.scaling[name])
 
-    def inside(left: list[str], wide: list[Tensor]) -> Any:
+    def inside(left: list[str], wide: list[Tensor]) -> tuple[Tensor, ...]:
         if left:
             module = head.lora_B[left[0]]
             return within(module, hidden, lambda _: inside(left[1:], [*wide, _whole(module.weight)]))
+        if not wide:
+            return _with_operands(head.base_layer, hidden, score)
         u, b = (torch.cat(narrow, 1), torch.cat(wide, 1)) if len(wide) > 1 else (narrow[0], wide[0])
         return _with_operands(head.base_layer, hidden, lambda given: score(replace(given, narrow=u, wide=b)))
 
     return inside(names, [])
+
+
+def _active(layer: Any, known: Iterable[str]) -> list[str]:
+    """Adapters of a layer that its forward adds; none while they are switched off, or in the weight already."""
+    return [] if layer.disable_adapters or layer.merged else [n for n in layer.active_adapters if n in known]
 
 
 def _whole(weight: Any) -> Any:
