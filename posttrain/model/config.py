@@ -10,7 +10,7 @@ class ModelConfig:
     """What to load and which adapter to put on it."""
 
     model_name_or_path: str | None = None
-    """Hub id or local folder of the model."""
+    """Hub id or local folder of the model, or of an adapter, which is then trained on."""
     model_revision: str = "main"
     """Branch, tag or commit on the hub."""
     dtype: str | None = None
