@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,11 +53,7 @@ def index(options: Options) -> dict[str, Option]:
 def read_command_line(args: Sequence[str], known: Mapping[str, Option]) -> CommandLine:
     """Read the tokens, each value coerced to its option's type."""
     line = CommandLine()
-    at = 0
-    while at < len(args):
-        token = args[at]
-        end = next((i for i in range(at + 1, len(args)) if args[i].startswith("--") or args[i] == "-h"), len(args))
-        given, at = list(args[at + 1 : end]), end
+    for token, given in _grouped(args):
         if token in ("-h", "--help"):
             line.wants_help = True
         elif not token.startswith("--") or token == "--":
@@ -70,8 +66,28 @@ def read_command_line(args: Sequence[str], known: Mapping[str, Option]) -> Comma
     return line
 
 
+def _grouped(args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each flag with what follows it.   e.g. --a 1 2 --b=3 -> ("--a", ["1", "2"]), ("--b=3", [])"""
+    at = 0
+    while at < len(args):
+        end = next((i for i in range(at + 1, len(args)) if args[i].startswith("--") or args[i] == "-h"), len(args))
+        yield args[at], list(args[at + 1 : end])
+        at = end
+
+
+def flag_name(token: str) -> str:
+    """e.g. --num-processes=2 -> num_processes"""
+    return token.partition("=")[0].removeprefix("--").replace("-", "_")
+
+
+def without_flags(args: Sequence[str], names: Collection[str]) -> list[str]:
+    """The tokens, less the flags named and their values."""
+    kept = ([token, *given] for token, given in _grouped(args) if flag_name(token) not in names)
+    return [token for group in kept for token in group]
+
+
 def _read_flag(line: CommandLine, flag: str, given: list[str], known: Mapping[str, Option]) -> None:
-    name = flag[2:].replace("-", "_")
+    name = flag_name(flag)
     positive = name.removeprefix("no_")
     if name == "config":
         if line.config is not None:
