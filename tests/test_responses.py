@@ -118,13 +118,15 @@ def test_real_templates(path: Path):
     assert reply(tokenizer, content="Sunny.") == {"role": "assistant", "content": "Sunny."}
     if path.stem not in NO_CALLS:
         call = AS_TEXT if path.stem == "deepseekv3" else CALL
-        assert reply(tokenizer, content=None if path.stem == "deepseekv3" else "", tool_calls=[call]) == {
+        assert reply(tokenizer, tool_calls=[call]) == {
             "role": "assistant", "content": "", "tool_calls": [CALL],
         }  # fmt: skip
 
 
 def train_spans(tokenizer: Any, messages: list[dict[str, Any]]) -> list[str]:
-    rows, _ = prepare_sft([{"messages": messages}], tokenizer, SFTRowOptions(assistant_only_loss=True, max_length=None), None, "train")
+    rows, _ = prepare_sft(
+        [{"messages": messages}], tokenizer, SFTRowOptions(assistant_only_loss=True, max_length=None), None, "train"
+    )
     return trained_text(tokenizer, rows[0]["input_ids"], rows[0]["weights"])
 
 
