@@ -151,7 +151,7 @@ def test_the_launch_keys_of_trl_are_read_too(folder: Path, monkeypatch: pytest.M
         ({"truncation_mode": "keep_middle"}, "`truncation_mode`"),
         ({"load_in_4bit": True}, "`load_in_4bit` is on"),
         ({"dataset_streaming": True, "max_steps": -1}, "`max_steps`"),
-        ({"neftune_noise_alpha": 5}, "`neftune_noise_alpha` is set"),
+        ({"label_smoothing_factor": 0.1}, "`label_smoothing_factor` is set"),
         ({"max_seq_length": 64}, "unknown key 'max_seq_length'"),
         ({"chat_template_path": "no/such"}, "no/such"),
         ({"eos_token": "<nope>"}, "<nope>"),
