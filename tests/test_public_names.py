@@ -48,6 +48,7 @@ CALLS = """
 add_response_schema(processing_class)
 apply_chat_template(example, tokenizer, tools=None, **kw)
 maybe_apply_chat_template(example, tokenizer, tools=None, **kw)
+clone_chat_template(model, tokenizer, source_tokenizer_path, resize_to_multiple_of=64)
 create_reference_model(model, num_shared_layers=None, pattern=None)
 extract_prompt(example)
 maybe_extract_prompt(example)
@@ -98,7 +99,7 @@ DIFFERENT = {("ModelConfig", "dtype"): None}
 
 def calls() -> list[str]:
     lines = CALLS.replace("\n    ", " ").strip().splitlines()
-    assert len(lines) == 34
+    assert len(lines) == 35
     return lines
 
 
