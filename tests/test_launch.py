@@ -226,7 +226,15 @@ def test_a_file_counts_unless_asked_otherwise(tmp_path: Path):
 
 
 def test_the_machine_chooses_where_nobody_does():
-    assert (agent.choose_config({}, 4).stem, agent.choose_config({}, 0).stem) == ("multi_gpu", "cpu")
+    cases = (({}, 4, "multi_gpu"), ({}, 0, "cpu"), ({}, 1, "single"), ({"gpu_ids": "2"}, 4, "single"))
+    cases += (
+        ({"num_processes": 1}, 4, "single"),
+        ({"num_processes": 2}, 4, "multi_gpu"),
+        ({"gpu_ids": "2,3"}, 4, "multi_gpu"),
+    )
+    cases += (({"num_processes": 1}, 0, "cpu"), ({"num_machines": 2}, 1, "multi_gpu"))
+    for asked, devices, name in cases:
+        assert agent.choose_config(asked, devices).stem == name
 
 
 def test_several_gpus_and_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,10 @@ def choose_config(asked: Mapping[str, Any], devices: int) -> Path:
     """The configuration asked for, else the one for this machine."""
     if asked.get("accelerate_config"):
         return Path(asked["accelerate_config"])
-    return FOLDER / f"{'multi_gpu' if devices else 'cpu'}.yaml"
+    ids = asked.get("gpu_ids")
+    processes = asked.get("num_processes") or (devices if ids is None else len(str(ids).split(",")))
+    is_one = processes == 1 and (asked.get("num_machines") or 1) == 1
+    return FOLDER / f"{'cpu' if not devices else 'single' if is_one else 'multi_gpu'}.yaml"
 
 
 def accelerate_args(asked: Mapping[str, Any], config: Mapping[str, Any], path: Path, devices: int) -> list[str]:
@@ -70,8 +74,13 @@ def run(asked: Mapping[str, Any], command: Sequence[str]) -> int:
     precision = config.get("mixed_precision", "bf16")
     if precision not in ("bf16", None):
         print(f"mixed_precision ({precision}) of {path} is not read; `bf16` and `fp16` of the command decide.")
-    flags = accelerate_args(asked, config, path, devices)
+    with tempfile.TemporaryDirectory(prefix="posttrain_") as folder:
+        # torchrun leaves its own folder behind.
+        flags = [*accelerate_args(asked, config, path, devices), "--log_dir", folder]
+        return _launch([*flags, "-m", "posttrain.cli", *command], path)
 
+
+def _launch(line: list[str], path: Path) -> int:
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -79,7 +88,7 @@ def run(asked: Mapping[str, Any], command: Sequence[str]) -> int:
     # The processes print their own errors, once each; this would print them a second time, in a table.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
-        launch_command(launch_command_parser().parse_args([*flags, "-m", "posttrain.cli", *command]))
+        launch_command(launch_command_parser().parse_args(line))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         return _ended(failure.exitcode, f"rank {rank}")
