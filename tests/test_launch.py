@@ -332,20 +332,30 @@ def wait_until(condition: Any, seconds: float = 60.0) -> bool:
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGKILL, -9), (signal.SIGTERM, 128 + 15), (signal.SIGINT, 128 + 2)],
+    ("number", "whom", "code"),
+    [
+        (signal.SIGKILL, "us", -9),
+        (signal.SIGKILL, "launcher", 128 + 9),
+        (signal.SIGTERM, "us", 128 + 15),
+        (signal.SIGINT, "us", 128 + 2),
+    ],
 )
-def test_nothing_is_left_behind(number: int, code: int, run: list[str], tmp_path: Path):
+def test_nothing_is_left_behind(number: int, whom: str, code: int, run: list[str], tmp_path: Path):
     out = str(tmp_path / "out")
     line = [*run, "--accelerate_config", "cpu", "--num_processes", "2", "--output_dir", out]
     parent = start(*line, "--max_steps", "1000000", "--logging_steps", "1")
-    assert parent.stdout is not None
-    assert any("step 1/" in text for text in parent.stdout)
-    assert len(alive(out)) == 4  # us, the launcher, two ranks
-    parent.send_signal(number)
-    assert wait_until(lambda: not alive(out))
-    parent.communicate(timeout=60)
-    assert parent.returncode == code
+    try:
+        assert parent.stdout is not None
+        assert any("step 1/" in text for text in parent.stdout)
+        assert len(alive(out)) == 4  # us, the launcher, two ranks
+        launcher = [pid for pid in alive(out) if b"posttrain.cli.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(parent.pid if whom == "us" else launcher[0], number)
+        assert wait_until(lambda: not alive(out))
+        parent.communicate(timeout=60)
+        assert parent.returncode == code
+    finally:
+        for pid in alive(out):
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
