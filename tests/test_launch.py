@@ -384,12 +384,12 @@ def test_exit_code_is_the_childs(child: str, code: int):
 def test_signals_are_passed_on_and_the_second_kills(signals: list[int], code: int):
     stubborn = "slow" if len(signals) > 1 else "quick"
     child = (
-        "import signal, sys, time\n"
+        "import os, signal, sys, time\n"
         "def end(number, frame):\n"
-        "    print('asked', flush=True)\n"
+        "    os.write(1, b'asked\\n')\n"  # print is not re-entrant
         f"    if {stubborn!r} == 'quick': sys.exit(3)\n"
         "for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, end)\n"
-        "print('ready', flush=True)\n"
+        "os.write(1, b'ready\\n')\n"
         "while True: time.sleep(0.05)"
     )
     line = [sys.executable, "-c", SUPERVISE, sys.executable, "-c", child]
