@@ -163,9 +163,12 @@ def test_mixed_precision_is_bf16_and_fp16(word: str, bf16: bool, fp16: bool):
     assert config == {"bf16": bf16, "fp16": fp16}
 
 
-def test_parent_is_light(tmp_path: Path):
+@pytest.mark.parametrize("stale", [False, True])
+def test_parent_is_light(stale: bool):
+    # With a schema of another transformers the fields could only be read with torch: the processes check them then.
     code = (
-        "import sys; from posttrain.cli import launch; from posttrain.cli.main import main\n"
+        "import sys, posttrain.cli.main; from posttrain.cli import launch; from posttrain.cli.main import main\n"
+        f"posttrain.cli.main.is_stale = lambda: {stale}\n"
         "launch.supervise = lambda line, environment: 0\n"
         f"assert main({['sft', *FLAGS, '--num_processes', '2', '--accelerate_config', 'zero3']!r}) == 0\n"
         "heavy = [n for n in ('torch', 'transformers', 'accelerate', 'datasets', 'peft') if n in sys.modules]\n"
