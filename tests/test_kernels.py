@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import math
 import os
 import subprocess
@@ -19,7 +19,7 @@ from torch import nn
 
 from posttrain import SFTConfig
 from posttrain.data.forest import build_forest
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, ModelError
 from posttrain.model.attention import FOREST
 from posttrain.model.noise import EmbeddingNoise, token_lengths
 from posttrain.model.scoring import Scoring, bind_head
@@ -74,7 +74,9 @@ def test_compiled_is_eager(setting: dict[str, Any], dynamo: Any):
 def test_new_lengths_do_not_compile_again(dynamo: Any):
     """Six steps of six lengths, with one segment, several, and a shared prefix."""
     graphs: list[int] = []
-    rows = token_rows(1).from_list([{"input_ids": [5 + (i * n) % 200 for i in range(n)]} for n in (9, 14, 22, 31, 47, 63)])
+    rows = token_rows(1).from_list(
+        [{"input_ids": [5 + (i * n) % 200 for i in range(n)]} for n in (9, 14, 22, 31, 47, 63)]
+    )
     built = sft(
         model=tiny_model("qwen3", num_hidden_layers=3),
         rows=rows,
@@ -92,9 +94,8 @@ def test_new_lengths_do_not_compile_again(dynamo: Any):
     built._backward = backward
     built.train()
     assert len(graphs) == 6
-    # Before and after attention, for all three layers together; nothing new after the second step.
-    assert graphs[0] <= 3
-    assert graphs[1] == graphs[-1] <= 4
+    # For all three layers together: before and after attention, and where the break leaves and enters its module.
+    assert set(graphs) == {4}
 
 
 @pytest.mark.slow
@@ -105,9 +106,7 @@ def test_compiled_by_inductor_is_eager(dynamo: Any):
 
 
 def test_evaluation_and_generation_run_beside_compiled_layers(dynamo: Any):
-    built = sft(
-        eval_rows=token_rows(4, seed=2), torch_compile=True, torch_compile_backend="eager", eval_steps=1, max_steps=1
-    )
+    built = sft(eval_rows=token_rows(), torch_compile=True, torch_compile_backend="eager", eval_strategy="epoch")
     before = built.evaluate()["eval_loss"]
     built.train()
     assert built.evaluate()["eval_loss"] < before
@@ -212,26 +211,29 @@ def test_ligers_head_is_refused(name: str):
 LIGER = """
 import os
 os.environ["TRITON_INTERPRET"] = "1"  # read when liger is imported: its kernels run as Python on a CPU
-import json, sys
-import torch
 from laws.runs import run, same, sft
 from tiny import tiny_model, token_rows
-family, rope = sys.argv[1], sys.argv[2] == "rope"
+from transformers.integrations.liger import apply_liger_kernel
+import sys
+
+family = sys.argv[1]
 fields = {"max_steps": 2, "rows": token_rows(4, longest=8), "per_device_train_batch_size": 2}
 plain = run(sft(model=tiny_model(family), **fields))
-# swiglu's and rope's kernels ask for a GPU in other ways where `rope` is off
-chosen = {} if rope else {"rope": False}
-built = sft(model=tiny_model(family), use_liger_kernel=True, liger_kernel_config=chosen, **fields)
-patched = run(built)
+# Triton's interpreter stumbles over the kernels of the norm and of the gate; that of the rotary embedding runs.
+some = {"rms_norm": False, "swiglu": False}
+same(plain, run(sft(model=tiny_model(family), use_liger_kernel=True, liger_kernel_config=some, **fields)), 1e-4)
+rope = sys.modules[type(tiny_model(family)).__module__].apply_rotary_pos_emb
+assert rope.__module__.startswith("liger_kernel"), rope.__module__
+
+built = sft(model=tiny_model(family), **fields)
+from posttrain import SFTConfig
+chosen = SFTConfig(output_dir="out", use_cpu=True, bf16=False, report_to="none", use_liger_kernel=True)
+apply_liger_kernel(built.model, chosen.liger_kernel_config)
 layer = built.model.model.layers[0]
-print("\\n" + json.dumps({
-    "norm": layer.input_layernorm.forward.__module__,
-    "mlp": layer.mlp.forward.__module__,
-    "model": built.model.forward.__module__,
-    "head": built.model.lm_head.forward.__module__,
-}))
-same(plain, patched, tolerance=1e-4)
-print(json.dumps("equal"))
+assert layer.mlp.forward.__module__.startswith("liger_kernel")
+assert layer.input_layernorm.forward.__module__.startswith("liger_kernel")
+assert built.model.forward.__module__ == built.model.lm_head.forward.__module__ == "posttrain.model.scoring"
+print("as it should be")
 """
 
 
@@ -240,11 +242,34 @@ print(json.dumps("equal"))
 def test_liger_patches_layers_and_leaves_our_head(family: str):
     """In a process of its own: Liger changes modules of transformers for good."""
     pytest.importorskip("liger_kernel")
-    done = subprocess.run(
-        [sys.executable, "-c", LIGER, family, "rope"], capture_output=True, text=True, env=dict(os.environ)
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith(('{"norm', '"'))]
-    assert lines, done.stderr[-2000:]
-    assert '"norm": "liger_kernel' in lines[0] and '"mlp": "liger_kernel' in lines[0]
-    assert '"model": "posttrain.model.scoring"' in lines[0] and '"head": "posttrain.model.scoring"' in lines[0]
-    assert lines[-1] == '"equal"', done.stderr[-2000:]
+    done = subprocess.run([sys.executable, "-c", LIGER, family], capture_output=True, text=True, env=dict(os.environ))
+    assert "as it should be" in done.stdout, done.stderr[-3000:]
+
+
+# ---- hub kernels -----------------------------------------------------------------------------------------------------
+
+
+def test_the_head_survives_kernels_put_on_layers():
+    """As `kernels.kernelize` does: the forward of every layer it knows is replaced on the instance."""
+    plain = run(sft(max_steps=2))
+    model = tiny_model("qwen3")
+    calls = []
+    built = sft(model=model, max_steps=2)
+    for module in model.modules():
+        if type(module).__name__ == "Qwen3RMSNorm":
+
+            def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+                calls.append(self)
+                return type(self).forward(self, x)
+
+            module.forward = MethodType(forward, module)
+    same(plain, run(built))
+    assert len(calls) == 2 * (2 * 4 + 1)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("kernels") is not None, reason="the package is installed")
+@pytest.mark.parametrize("asked", [{"use_kernels": True}, {"attn_implementation": "kernels-community/flash-attn2"}])
+def test_hub_kernels_without_their_package_are_an_error(asked: dict[str, Any], tmp_path: Any):
+    tiny_model("qwen3").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="kernels"):
+        sft(model=str(tmp_path), model_init_kwargs=asked)

@@ -45,7 +45,7 @@ MEASURED_TOKENS = 16
 
 def kept_operators(policy: str) -> list[Any]:
     """The overloads of the operators that the policy keeps, those this build of torch has."""
-    import torch.nn.attention.varlen  # noqa: F401  registers its operator
+    import torch.nn.attention.varlen
 
     found = []
     for name in KEPT[policy]:

@@ -98,9 +98,7 @@ class StreamTransport:
         if copy.source is not None or copy.back is not None:
             return
         # Made on the current stream, which also frees it; its memory may have been used there a moment ago.
-        copy.back = torch.empty_strided(
-            copy.host.size(), copy.host.stride(), dtype=copy.host.dtype, device=copy.device
-        )
+        copy.back = torch.empty_strided(copy.host.size(), copy.host.stride(), dtype=copy.host.dtype, device=copy.device)
         self.side.wait_stream(torch.accelerator.current_stream(self.device))
         with self.side:
             copy.back.copy_(copy.host, non_blocking=True)

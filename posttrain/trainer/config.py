@@ -133,7 +133,6 @@ class BaseConfig(TrainingArguments):
                 stacklevel=3,
             )
 
-
     def _check_activations(self) -> None:
         """Fields of checkpointing that would have no effect, or contradict each other."""
         kwargs: Any = self.activation_checkpointing_kwargs or {}
@@ -199,7 +198,9 @@ def share_prefixes(args: BaseConfig, prepared: Prepared) -> bool:
         return False
     if args.neftune_noise_alpha is not None:
         if args.share_prefixes:
-            raise ConfigError("`share_prefixes` and `neftune_noise_alpha` are both on; noise is per sequence: drop one.")
+            raise ConfigError(
+                "`share_prefixes` and `neftune_noise_alpha` are both on; noise is per sequence: drop one."
+            )
         return False
     if args.share_prefixes is None and prepared.dropout > 0:
         say(f"prefix sharing is off: dropout {prepared.dropout} would tell shared from separate continuations apart.")

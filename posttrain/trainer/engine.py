@@ -90,7 +90,9 @@ class Engine(Trainer, abc.ABC):
         if use_cache is not None:
             model.config.use_cache = use_cache  # the base class turns it off, in the saved model too; we pass it
         self.neftune_noise_alpha = None  # the base class's noise takes a packed row for one sequence
-        self.accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend=DynamoBackend.NO)  # layers are compiled, not all
+        self.accelerator.state.dynamo_plugin = TorchDynamoPlugin(
+            backend=DynamoBackend.NO
+        )  # layers are compiled, not all
         self.tuning = Tuning(model, args)
         self.add_callback(self.tuning)
         self.loss_is_scaled_for_ga = True
