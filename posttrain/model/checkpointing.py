@@ -91,7 +91,7 @@ class Checkpoints:
             if isinstance(module, GradientCheckpointingLayer):
                 run = functools.partial(self._run, len(self._kinds), module)
                 self._kinds.append(_kind(module))
-            module._gradient_checkpointing_func = run  # pyright: ignore[reportAttributeAccessIssue]
+            module._gradient_checkpointing_func = run  # pyright: ignore[reportArgumentType]
         if self.options.memory_bytes is not None and not self._kinds:
             raise ConfigError(
                 f"`activation_memory_mb` is set, and {type(model).__name__} has no decoder layers of transformers' "

@@ -94,7 +94,8 @@ class StreamTransport:
         torch.accelerator.current_stream(self.device).wait_event(copy.done)
         copy.source = None
 
-    def fetch(self, copy: _Copy) -> None:
+    def fetch(self, stored: _Copy) -> None:
+        copy = stored
         if copy.source is not None or copy.back is not None:
             return
         # Made on the current stream, which also frees it; its memory may have been used there a moment ago.
@@ -104,7 +105,8 @@ class StreamTransport:
             copy.back.copy_(copy.host, non_blocking=True)
         copy.done = self.side.record_event()
 
-    def load(self, copy: _Copy) -> Tensor:
+    def load(self, stored: _Copy) -> Tensor:
+        copy = stored
         if copy.source is not None:  # not gone yet: the last ones saved are the first ones wanted
             return copy.source
         self.fetch(copy)
@@ -112,8 +114,9 @@ class StreamTransport:
         torch.accelerator.current_stream(self.device).wait_event(copy.done)
         return copy.back
 
-    def same(self, copy: _Copy, tensor: Tensor) -> bool:
-        return copy.source is not None and copy.version == tensor._version and _alias(copy.source, tensor)
+    def same(self, stored: _Copy, tensor: Tensor) -> bool:
+        source = stored.source
+        return source is not None and stored.version == tensor._version and _alias(source, tensor)
 
 
 class Weights:
