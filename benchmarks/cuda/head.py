@@ -94,7 +94,9 @@ def main() -> None:
     result: dict[str, Any] = {"machine": found, "cases": {}}
     for case in args.cases:
         result["cases"][case] = measure(args, case)
-        print(f"**{case}: {job(args, 'ours', case)['tokens']:,} tokens**\n\n{shown(result['cases'][case])}\n", flush=True)
+        print(
+            f"**{case}: {job(args, 'ours', case)['tokens']:,} tokens**\n\n{shown(result['cases'][case])}\n", flush=True
+        )
     if args.save:
         note(f"saved {save(args.save, result)}")
 

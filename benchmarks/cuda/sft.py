@@ -56,9 +56,8 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 def token_rows(args: argparse.Namespace) -> list[list[int]]:
     count = ROWS * args.steps
     if args.tiny:
-        sizes = data.lengths(count, args.seed, median=20, longest=60)
-        return [[3 + i % 500 for i in range(size)] for size in sizes]
-    return data._tokens(data.lengths(count, args.seed, median=370, longest=4096), args.seed)
+        return [[t % 500 + 3 for t in row] for row in data.varied(count, args.seed, median=20, longest=60)]
+    return data.varied(count, args.seed, median=370, longest=4096)
 
 
 def job(args: argparse.Namespace, path: Path, name: str, kind: str, side: str, setting: str) -> dict[str, Any]:
