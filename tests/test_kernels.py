@@ -55,11 +55,10 @@ def train(compiled: str | None, setting: dict[str, Any], **fields: Any) -> Run:
 @pytest.mark.parametrize(
     "setting",
     [
-        {},
         {"gradient_checkpointing": True},
         {"gradient_checkpointing": True, "activation_memory_mb": 1, "lora": True},
         {"layout": "padded", "family": "gemma3"},
-        {"activation_offloading": True, "family": "gemma3"},
+        pytest.param({"activation_offloading": True, "family": "gemma3"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

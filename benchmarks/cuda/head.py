@@ -3,8 +3,8 @@
 python benchmarks/cuda/head.py [--peer-root DIR]
 python benchmarks/cuda/head.py --tiny --device cpu --sides ours full      (to try the script)
 
-Sides: posttrain, TRL 1.13's chunked loss, TRL 1.16's fused head (each in its own environment), and all logits at once in
-torch. Every side is a process kept alive; calls are interleaved (A, B, C, A, B, C, …) after warm-up calls. Both
+Sides: posttrain, TRL 1.13's chunked loss, TRL 1.16's fused head (each in its own environment), and all logits at once
+in torch. Every side is a process kept alive; calls are interleaved (A, B, C, A, B, C, …) after warm-up calls. Both
 gradients are included; the device is waited for before and after. Memory is the highest allocation over what the inputs
 take.
 """
