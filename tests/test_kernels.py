@@ -120,6 +120,18 @@ def test_a_model_without_layers_of_transformers_is_not_compiled():
         compile_layers(nn.Sequential(nn.Linear(2, 2)), "eager", None)
 
 
+# ---- precision -------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_trainer_on_the_same_model_computes_in_bf16_too():
+    model, seen = tiny_model("qwen3"), []
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    for _ in range(2):
+        seen.clear()
+        sft(model=model, bf16=True, max_steps=1).train()
+        assert set(seen) == {torch.bfloat16}
+
+
 # ---- noise on embeddings ---------------------------------------------------------------------------------------------
 
 
