@@ -189,6 +189,18 @@ def test_saved_bytes_leave_weights_out():
     assert saved.total == 10 * 64 * 2 + 10 * 32 * 4
 
 
+def test_checkpointing_ends_with_the_run():
+    """A second trainer on the same model follows its own arguments; what the caller turned on stays on."""
+    model = tiny_model("qwen3", num_hidden_layers=4)
+    once, _, _ = watched(model=model)
+    twice, _, _ = watched(model=model, **WAYS["budget and attention"])
+    again, _, _ = watched(model=model)
+    assert again.calls["mm"] == once.calls["mm"] < twice.calls["mm"]
+    model.activation_checkpointing_enable()
+    calls = [watched(model=model, **fields)[0].calls["mm"] for fields in ({}, WAYS["matmul"], {})]
+    assert calls[0] == calls[2] > once.calls["mm"]
+
+
 # ---- offload ---------------------------------------------------------------------------------------------------------
 
 

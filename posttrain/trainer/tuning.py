@@ -24,6 +24,8 @@ class Tuning(TrainerCallback):
         self._model, self._args = model, args
         self.checkpoints: Checkpoints | None = None
         self._undo: list[Callable[[], None]] = []
+        # Layers the caller checkpoints already, and how.
+        self._own = {m: m._gradient_checkpointing_func for m in _checkpointed(model)}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._stop()
@@ -43,6 +45,12 @@ class Tuning(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._stop()
+        # transformers leaves it on, and the next trainer of this model would recompute whatever its arguments say.
+        for module in _checkpointed(self._model):
+            if module in self._own:
+                module._gradient_checkpointing_func = self._own[module]
+            else:
+                module.gradient_checkpointing = False
 
     def _stop(self) -> None:
         while self._undo:
@@ -57,3 +65,7 @@ class Tuning(TrainerCallback):
         if not self._args.activation_offloading:
             return contextlib.nullcontext()
         return offloaded(self._model, base_model(self._model).get_output_embeddings(), self._args.device)
+
+
+def _checkpointed(model: Any) -> list[Any]:
+    return [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
