@@ -40,15 +40,15 @@ print(json.dumps({{
 """
 
 
-def environment(threads: int) -> dict[str, str]:
+def environment(threads: int, device: str = "cpu") -> dict[str, str]:
     """What every worker of every side runs under."""
     return {
         **os.environ,
+        **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}),
         "OMP_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_VERBOSITY": "error",
-        "CUDA_VISIBLE_DEVICES": "",
     }
 
 
@@ -108,7 +108,7 @@ class Worker:
         self.limit = limit
         self.process = subprocess.Popen(
             [str(python), str(WORKERS / script), json.dumps(job)],
-            env=environment(job["threads"]),
+            env=environment(job["threads"], job.get("device", "cpu")),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -151,7 +151,7 @@ def run_once(python: Path | str, script: str, job: dict[str, Any], limit: float)
     try:
         run = subprocess.run(
             [str(python), str(WORKERS / script), json.dumps(job)],
-            env=environment(job["threads"]),
+            env=environment(job["threads"], job.get("device", "cpu")),
             capture_output=True,
             text=True,
             timeout=limit,

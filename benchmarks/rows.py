@@ -18,8 +18,8 @@ def lengths(count: int, seed: int, median: int = 200, sigma: float = 0.8, longes
     return out
 
 
-def varied(count: int, seed: int) -> list[list[int]]:
-    return _tokens(lengths(count, seed), seed)
+def varied(count: int, seed: int, median: int = 200, longest: int = 1024) -> list[list[int]]:
+    return _tokens(lengths(count, seed, median=median, longest=longest), seed)
 
 
 def tools(count: int, seed: int, schema: int = 300) -> list[list[int]]:

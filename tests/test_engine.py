@@ -503,8 +503,6 @@ def test_the_device_cache_is_emptied(monkeypatch):
     ("field", "value"),
     [
         ("label_smoothing_factor", 0.1),
-        ("neftune_noise_alpha", 5.0),
-        ("torch_compile", True),
         ("auto_find_batch_size", True),
         ("ignore_data_skip", True),
     ],

@@ -95,6 +95,7 @@ def inputs(job: dict) -> tuple[Tensor, Tensor, Tensor]:
     labels = torch.randint(job["vocab"], (job["tokens"],), generator=generator)
     masked = torch.randperm(job["tokens"], generator=generator)[: int(job["tokens"] * job["masked"])]
     labels[masked] = IGNORED
+    hidden, weight, labels = (x.to(job.get("device", "cpu")) for x in (hidden, weight, labels))
     return hidden.requires_grad_(), weight.requires_grad_(), labels
 
 
@@ -119,27 +120,30 @@ def relative(found: Tensor, wanted: Tensor) -> float:
 class Worker:
     def __init__(self, job: dict) -> None:
         torch.set_num_threads(job["threads"])
+        self.device = measure.Device(job.get("device", "cpu"))
         self.loss = SIDES[job["side"]](job)
         self.context: Callable = contextlib.nullcontext
         if job["case"] == "autocast":
-            self.context = lambda: torch.autocast("cpu", dtype=torch.bfloat16)
+            self.context = lambda: torch.autocast(self.device.name, dtype=torch.bfloat16)
         self.hidden, self.weight, self.labels = inputs(job)
-        measure.reset_peak()
+        self.device.reset_peak()
         # Imports and the inputs are there; everything above this is what a call costs, gradients included.
-        self.baseline = measure.rss_mib()
+        self.baseline = self.device.held_mib()
 
     def once(self, tokens: int | None = None) -> dict:
         self.hidden.grad = self.weight.grad = None
         hidden, labels = self.hidden[:tokens], self.labels[:tokens]
+        self.device.wait()
         start, cpu = time.perf_counter(), time.process_time()
         with self.context():
             loss = self.loss(hidden, self.weight, labels)
         loss.backward()
+        self.device.wait()
         took = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
         return {**took, "loss": float(loss.detach())}
 
     def run(self, tokens: str | None = None) -> dict:
-        return {**self.once(int(tokens) if tokens else None), "peak_mib": measure.peak_mib() - self.baseline}
+        return {**self.once(int(tokens) if tokens else None), "peak_mib": self.device.peak_mib() - self.baseline}
 
     def error(self, path: str) -> dict:
         if not Path(path).exists():

@@ -41,3 +41,37 @@ def reset_peak() -> bool:
     except OSError:
         return False
     return True
+
+
+class Device:
+    """Clock and memory of a device; the process's own on a CPU."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def wait(self) -> None:
+        if self.name != "cpu":
+            import torch
+
+            torch.accelerator.synchronize()
+
+    def reset_peak(self) -> None:
+        reset_peak()
+        if self.name != "cpu":
+            import torch
+
+            torch.cuda.reset_peak_memory_stats()
+
+    def held_mib(self) -> float:
+        if self.name == "cpu":
+            return rss_mib()
+        import torch
+
+        return torch.cuda.memory_allocated() / 2**20
+
+    def peak_mib(self) -> float:
+        if self.name == "cpu":
+            return peak_mib()
+        import torch
+
+        return torch.cuda.max_memory_allocated() / 2**20

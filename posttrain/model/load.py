@@ -146,6 +146,8 @@ def prepare_model(
     for wrapped in {id(m): m for m in (model, base_model(model))}.values():
         if "_original_forward" in wrapped.__dict__:  # another trainer's autocast, left in place by accelerate
             del wrapped.forward, wrapped._original_forward
+            # With the flag left on, accelerate would not put its autocast back: a second trainer would run in float32.
+            wrapped.__dict__.pop("_is_accelerate_prepared", None)
     keep_quantized_weights(model)
     if new_tokens:
         peft_config = _take_tokens(model, peft_config, list(new_tokens))

@@ -44,8 +44,15 @@ class BaseConfig(TrainingArguments):
     """Processes that tokenize. Unset: one."""
     pad_to_multiple_of: int | None = None
     """Round the length of padded rows up to a multiple. Only the padded layout pads."""
+    activation_checkpointing_policy: Literal["full", "attention", "matmul"] = "full"
+    """What a checkpointed layer recomputes. full: everything. attention: everything but attention. matmul: neither
+    attention nor matrix products, only what is cheap."""
+    activation_memory_mb: int | None = None
+    """Memory for layers that keep all their activations although checkpointing is on, in MiB: as many of the last
+    layers as fit, from bytes measured in the first step. Unset: every layer is checkpointed."""
     activation_offloading: bool = False
-    """Keep activations in host memory between forward and backward."""
+    """Keep activations in host memory between forward and backward; with checkpointing, the inputs of layers. Nothing
+    changes on a CPU."""
     layout: Literal["auto", "packed", "packed-unshared", "padded"] = "auto"
     """How sequences lie in a micro-batch: side by side with common prefixes computed once, side by side without
     sharing, or padded. `auto` takes the first that the model can do exactly, found by a probe."""
@@ -70,10 +77,6 @@ class BaseConfig(TrainingArguments):
             self.activation_checkpointing = bool(self.gradient_checkpointing)
         if self.activation_checkpointing_kwargs is None and self.gradient_checkpointing_kwargs is None:
             self.activation_checkpointing_kwargs = {"use_reentrant": False}
-        if self.use_liger_kernel:
-            # Liger's fused cross-entropy would replace the forward that holds our head.
-            ours = {"fused_linear_cross_entropy": False, "cross_entropy": False}
-            self.liger_kernel_config = (self.liger_kernel_config or {}) | ours
         # A NaN is an error here, never a value to filter out of the log; and the filter waits for the device.
         self.logging_nan_inf_filter = False
         with warnings.catch_warnings():
@@ -81,6 +84,9 @@ class BaseConfig(TrainingArguments):
             super().__post_init__()
         self._check_choices()
         self._check_geometry()
+        self._check_activations()
+        if self.use_liger_kernel:
+            self.liger_kernel_config = _liger_config(self.liger_kernel_config)
 
     def _check_choices(self) -> None:
         """Hold the values of our own fields to their `Literal`s."""
@@ -105,6 +111,7 @@ class BaseConfig(TrainingArguments):
             "head_memory_mb",
             "max_tokens_per_forward",
             "head_chunk_tokens",
+            "activation_memory_mb",
             "pad_to_multiple_of",
             "dataset_num_proc",
         )
@@ -125,6 +132,43 @@ class BaseConfig(TrainingArguments):
                 f"accelerate launch --num_processes {torch.cuda.device_count()} …",
                 stacklevel=3,
             )
+
+    def _check_activations(self) -> None:
+        """Fields of checkpointing that would have no effect, or contradict each other."""
+        kwargs: Any = self.activation_checkpointing_kwargs or {}
+        tuned = "activation_memory_mb" if self.activation_memory_mb is not None else "activation_checkpointing_policy"
+        if self.activation_memory_mb is None and self.activation_checkpointing_policy == "full":
+            return
+        value = getattr(self, tuned)
+        if not self.activation_checkpointing:
+            raise ConfigError(
+                f"`{tuned}` is {value!r} and `activation_checkpointing` is off: nothing is recomputed; drop one."
+            )
+        if kwargs.get("use_reentrant") and self.activation_checkpointing_policy != "full":
+            raise ConfigError(f"`{tuned}` is {value!r}, which needs `use_reentrant` off in the checkpointing kwargs.")
+        clash = sorted({"every_n_layers", "offload", "context_fn"} & set(kwargs))
+        if clash:
+            raise ConfigError(
+                f"`{tuned}` is {value!r} and `activation_checkpointing_kwargs` has {clash[0]!r}; keep one of them "
+                "(for offloading, `activation_offloading`)."
+            )
+        if self.torch_compile and self.activation_checkpointing_policy != "full":
+            raise ConfigError(
+                f"`{tuned}` is {value!r} and `torch_compile` is on: what a compiled layer keeps cannot be chosen; drop "
+                "one (`activation_memory_mb` with the policy 'full' works)."
+            )
+
+
+def _liger_config(given: dict[str, bool] | None) -> dict[str, bool]:
+    """The user's choice of Liger's kernels; those that would replace the forward that holds our head are off."""
+    ours = {"fused_linear_cross_entropy": False, "cross_entropy": False}
+    asked = sorted(name for name in ours if (given or {}).get(name))
+    if asked:
+        raise ConfigError(
+            f"`liger_kernel_config` turns {asked[0]!r} on, which would replace the head; leave it out: the head here "
+            "never holds all logits either."
+        )
+    return (given or {}) | ours
 
 
 def load_options(args: BaseConfig) -> LoadOptions:
@@ -150,6 +194,12 @@ def share_prefixes(args: BaseConfig, prepared: Prepared) -> bool:
         if args.share_prefixes:
             raise ConfigError(
                 f"`share_prefixes` is on, and the layout of this model is {prepared.layout!r}; leave it out."
+            )
+        return False
+    if args.neftune_noise_alpha is not None:
+        if args.share_prefixes:
+            raise ConfigError(
+                "`share_prefixes` and `neftune_noise_alpha` are both on; noise is per sequence: drop one."
             )
         return False
     if args.share_prefixes is None and prepared.dropout > 0:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, DynamoBackend, TorchDynamoPlugin
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from transformers import ProgressCallback, Trainer
@@ -39,6 +39,7 @@ from posttrain.trainer.meter import Meter, Speed
 from posttrain.trainer.predictions import Predictions
 from posttrain.trainer.randomness import preserved_rng
 from posttrain.trainer.refusals import refuse_unsupported
+from posttrain.trainer.tuning import Tuning
 from posttrain.types import LossOutput, Mean, TokenBatch
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,12 @@ class Engine(Trainer, abc.ABC):
             super().__init__(model=model, args=args, **kwargs)
         if use_cache is not None:
             model.config.use_cache = use_cache  # the base class turns it off, in the saved model too; we pass it
+        self.neftune_noise_alpha = None  # the base class's noise takes a packed row for one sequence
+        self.accelerator.state.dynamo_plugin = TorchDynamoPlugin(
+            backend=DynamoBackend.NO
+        )  # layers are compiled, not all
+        self.tuning = Tuning(model, args)
+        self.add_callback(self.tuning)
         self.loss_is_scaled_for_ga = True
         self.model_accepts_loss_kwargs = False
         if not args.disable_tqdm:
@@ -128,6 +135,7 @@ class Engine(Trainer, abc.ABC):
         units, tokens = all_sum(counts.double().to(device)).tolist()
         self._set_window(units=units)
         self._window_loss = 0.0
+        self.tuning.plan((self._laid_tokens(e.batch) for m in micro for e in m), device)
         self.state.num_input_tokens_seen += int(tokens)
         self.speed.run(tokens)
         self._measure_layout(window)
@@ -163,8 +171,14 @@ class Engine(Trainer, abc.ABC):
         """Positions computed for nothing: none, unless the model needs the padded layout."""
         if self.layout != "padded":
             return 0
-        lengths = [[len(b.segments.positions(leaf)) for leaf in b.leaf] for b in window if b.num_sequences]
-        return sum(padded_length(max(n), self.args.pad_to_multiple_of) * len(n) - sum(n) for n in lengths)
+        return sum(self._laid_tokens(b) - b.unshared_tokens for b in window if b.num_sequences)
+
+    def _laid_tokens(self, batch: TokenBatch) -> int:
+        """Positions a forward computes."""
+        if self.layout != "padded" or not batch.num_sequences:
+            return batch.num_tokens
+        lengths = [len(batch.segments.positions(leaf)) for leaf in batch.leaf]
+        return padded_length(max(lengths), self.args.pad_to_multiple_of) * len(lengths)
 
     def _next_step_logs(self) -> bool:
         step, every = self.state.global_step + 1, self.state.logging_steps
@@ -185,7 +199,7 @@ class Engine(Trainer, abc.ABC):
         total = torch.zeros((), device=self.args.device)
         for i, piece in enumerate(pieces):
             last = i == len(pieces) - 1
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(model=model), self._offload():
+            with contextlib.nullcontext() if last else self.accelerator.no_sync(model=model), self.tuning.offload():
                 with self.compute_loss_context_manager():
                     loss = self.compute_loss(model, {"batch": piece.to(self.args.device)}, num_items_in_batch=None)
                 if not loss.requires_grad:
@@ -217,11 +231,6 @@ class Engine(Trainer, abc.ABC):
         self.meter.add(output.metrics)
         loss = output.total * (world_size() / max(self.window.units, 1e-12))
         return (loss, output) if return_outputs else loss
-
-    def _offload(self) -> contextlib.AbstractContextManager:
-        if not self.args.activation_offloading:
-            return contextlib.nullcontext()
-        return torch.autograd.graph.save_on_cpu(pin_memory=not self.args.use_cpu)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """The norm, after checks that stop a run before the optimizer takes a bad step."""

@@ -19,8 +19,6 @@ def refuse_unsupported(args: BaseConfig, config: Any) -> None:
     """Fields of the base class that would be ignored, or would be wrong in a packed row."""
     wrong = {
         "label_smoothing_factor": args.label_smoothing_factor != 0,
-        "neftune_noise_alpha": args.neftune_noise_alpha is not None,
-        "torch_compile": args.torch_compile,
         "auto_find_batch_size": args.auto_find_batch_size,
         "ignore_data_skip": args.ignore_data_skip,
         "split_batches": bool(getattr(args.accelerator_config, "split_batches", False)),
@@ -38,6 +36,8 @@ def refuse_unsupported(args: BaseConfig, config: Any) -> None:
         raise MissingExtraError(
             "`use_liger_kernel` is on and liger-kernel is not installed; pip install 'posttrain[liger]'."
         )
+    if args.torch_compile and args.deepspeed:
+        raise ConfigError("`torch_compile` and `deepspeed` are both set: its hooks sit inside the layers; drop one.")
     for name, bad in wrong.items():
         if bad:
             raise ConfigError(f"`{name}` is set, and this version does not support it; leave it out.")

@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from posttrain.data.sampling import WindowSampler
 from posttrain.model.attention import FOREST, forest_attention
+from posttrain.parallel.offload import HostTransport
 from posttrain.trainer.engine import Engine
 from posttrain.types import Mean
 
@@ -206,14 +207,10 @@ def other_keys_in_recomputation(patch: Patch) -> None:
 def offloaded_in_half_precision(patch: Patch) -> None:
     """Activations are rounded on their way to the host."""
 
-    def offload(self: Any) -> Any:
-        if not self.args.activation_offloading:
-            return contextlib.nullcontext()
-        return torch.autograd.graph.saved_tensors_hooks(
-            lambda x: x.bfloat16().float() if x.is_floating_point() else x, lambda x: x
-        )
+    def load(self: Any, stored: Any) -> Any:
+        return stored.bfloat16().to(stored.dtype) if stored.is_floating_point() else stored
 
-    patch.setattr(Engine, "_offload", offload)
+    patch.setattr(HostTransport, "load", load)
 
 
 @mutant
