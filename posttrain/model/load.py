@@ -12,9 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from posttrain.errors import ConfigError, ModelError
 from posttrain.model.adapters import check_trainable, is_adapted, wrap_adapter
-from posttrain.model.attention import FOREST
-from posttrain.model.probe import choose_layout
-from posttrain.model.scoring import Scoring, bind_head, head_spec, varying_rope
+from posttrain.model.probe import choose_layout, take_forests
+from posttrain.model.scoring import Scoring, bind_head, head_spec
 from posttrain.parallel.device import native_bf16
 from posttrain.parallel.ranks import say
 from posttrain.types import Layout
@@ -122,12 +121,9 @@ def prepare_model(
     base = base_model(model)
     layout, why = choose_layout(base, options.layout)
     if layout != "padded":
-        base.set_attn_implementation(FOREST)
+        take_forests(base)
     spec = head_spec(base.config, options.chunk_tokens, options.memory_bytes)
-    scoring = Scoring(
-        layout, spec, pad_to_multiple_of=options.pad_to_multiple_of, one_by_one=varying_rope(base.config) is not None
-    )
-    bind_head(base, scoring)
+    bind_head(base, Scoring(layout, spec, pad_to_multiple_of=options.pad_to_multiple_of))
     say(f"layout: {layout} ({why})")
     return Prepared(model, layout, _dropout(model))
 

@@ -15,8 +15,11 @@ import transformers
 from transformers import PreTrainedModel
 
 from posttrain.errors import LayoutError, ModelError
-from posttrain.model.attention import FOREST, Calls
-from posttrain.model.scoring import Scoring, bind_head, head_spec, varying_rope
+from posttrain.model import recurrent
+from posttrain.model.attention import NAMES, Calls, default_name, forest_name
+from posttrain.model.recurrent import bind_mixers, mixers
+from posttrain.model.rope import KINDS
+from posttrain.model.scoring import Scoring, bind_head, head_spec
 from posttrain.types import Layout, Segments, TokenBatch
 
 TOLERANCE = 2e-4
@@ -24,6 +27,9 @@ TOLERANCE = 2e-4
 
 WINDOW = 8
 """Sliding window of the shrunken copy."""
+
+REGIME = 25
+"""Context of its rotary embedding, where one varies with the length: one row is shorter, two are longer."""
 
 
 def choose_layout(model: PreTrainedModel, wanted: str = "auto") -> tuple[Layout, str]:
@@ -48,13 +54,16 @@ def choose_layout(model: PreTrainedModel, wanted: str = "auto") -> tuple[Layout,
 
 def _cannot_pack(model: PreTrainedModel) -> str | None:
     """Reasons that a short probe would not meet."""
-    if not getattr(model, "_supports_attention_backend", False):
-        return "its attention takes no back end"
     implementation = model.config._attn_implementation
-    if implementation not in ("sdpa", FOREST, None):
+    if implementation not in (default_name(model), *NAMES, None):
         return f"`attn_implementation={implementation!r}` was asked for"
-    varying = varying_rope(model.config)
-    return f"its {varying} rotary frequencies depend on the row's length" if varying else None
+    return None
+
+
+def take_forests(model: PreTrainedModel) -> None:
+    """Teach attention and token mixers to read segments."""
+    model.set_attn_implementation(forest_name(model))
+    bind_mixers(model)
 
 
 def shrunken(model: Any) -> PreTrainedModel:
@@ -65,7 +74,7 @@ def shrunken(model: Any) -> PreTrainedModel:
     text.vocab_size = 64
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(text, name, None)
-    config._attn_implementation = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+    config._attn_implementation = default_name(model)
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # it would print the copy's generation config
     try:
@@ -85,13 +94,24 @@ def _shrink(text: Any) -> None:
             text.layer_types = [types[i] for i in first]
     else:
         text.num_hidden_layers = min(2, text.num_hidden_layers)
-    if getattr(text, "sliding_window", None):
-        text.sliding_window = min(WINDOW, text.sliding_window)
+    for name in ("sliding_window", "attention_chunk_size", "floor_scale"):
+        if getattr(text, name, None):
+            setattr(text, name, min(WINDOW, getattr(text, name)))
+    _shrink_rope(text)
     if getattr(text, "intermediate_size", None):
         text.intermediate_size = min(64, text.intermediate_size)
     for name in ("attention_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop"):
         if getattr(text, name, None):
             setattr(text, name, 0.0)
+
+
+def _shrink_rope(text: Any) -> None:
+    """Bring the length where frequencies change among the rows."""
+    rope: Any = getattr(text, "rope_parameters", None) or {}
+    for each in (rope, *(v for v in rope.values() if isinstance(v, dict))):
+        if each.get("rope_type") in KINDS:
+            each["original_max_position_embeddings"] = REGIME
+            text.max_position_embeddings = REGIME
 
 
 def _probe(model: PreTrainedModel, layout: Layout) -> str | None:
@@ -100,27 +120,34 @@ def _probe(model: PreTrainedModel, layout: Layout) -> str | None:
         small = shrunken(model)
     except Exception as error:  # an architecture that cannot be rebuilt from its config
         return f"its shrunken copy cannot be built: {type(error).__name__}: {error}"
-    if layout != "padded":
-        small.set_attn_implementation(FOREST)
-    one_by_one = varying_rope(small.config) is not None
-    bind_head(small, Scoring(layout, head_spec(small.config), one_by_one=one_by_one))
     batch, rows = _probe_batch(shared=layout == "packed")
-    before = Calls.forest
+    before, mixed = Calls.forest, recurrent.Calls.forest
     try:
+        if layout != "padded":
+            take_forests(small)
+        bind_head(small, Scoring(layout, head_spec(small.config)))
         with torch.no_grad():
             got = small(token_batch=batch).logps
-            calls = Calls.forest - before
+            calls, mixed = Calls.forest - before, recurrent.Calls.forest - mixed
             if layout != "padded":
-                small.set_attn_implementation("sdpa")
+                small.set_attn_implementation(default_name(small))
             want = torch.cat([_own_logps(small, row) for row in rows])
     except Exception as error:
         logging.getLogger(__name__).debug("probe of %s failed", layout, exc_info=True)
         return f"{type(error).__name__}: {error}"
-    layers = small.config.get_text_config().num_hidden_layers
-    if layout != "padded" and calls != layers:
-        return f"{calls} of {layers} layers use the attention interface"
+    missed = None if layout == "padded" else _missed(small, calls, mixed)
+    if missed is not None:
+        return missed
     difference = (got - want).abs().max().item()
     return None if difference <= TOLERANCE else f"log-probabilities differ by {difference:.2g}"
+
+
+def _missed(small: PreTrainedModel, calls: int, mixed: int) -> str | None:
+    """Whether a layer did not receive its segments. Beside mixers, how many layers attend is the family's affair."""
+    layers, count = small.config.get_text_config().num_hidden_layers, len(mixers(small))
+    if count:
+        return None if mixed == count else f"{mixed} of {count} token mixers received their segments"
+    return None if calls == layers else f"{calls} of {layers} layers use the attention interface"
 
 
 def _own_logps(model: PreTrainedModel, row: list[int]) -> torch.Tensor:
