@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from forests import close, forest, forest_gradients, padded_left, separate_gradients
 from tiny import tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -13,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import posttrain.model.attention as attention
+import posttrain.model.attention_math as attention_math
 from posttrain.data.forest import build_forest
 from posttrain.errors import LayoutError
 from posttrain.model.attention import FOREST, forest_attention
@@ -20,7 +22,6 @@ from posttrain.model.scoring import Scoring, bind_head
 from posttrain.types import Row, ScoreRequest, Segments, TokenBatch
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma3"]
-TOLERANCE = 1e-5
 
 
 def bound(family: str, **overrides: Any) -> Any:
@@ -29,50 +30,6 @@ def bound(family: str, **overrides: Any) -> Any:
     model.set_attn_implementation(FOREST)
     bind_head(model, Scoring("packed"))
     return model
-
-
-def sequences() -> list[list[int]]:
-    """A tree of prefixes, all longer than Gemma's window of 8:
-
-    A: prompt 34, answers of 20 and 7; the second of them goes on in two ways; a sequence that ends inside another;
-    B: 31 tokens of its own.
-    """
-    ids = torch.randint(3, 300, (160,), generator=torch.Generator().manual_seed(0)).tolist()
-    prompt, deeper = ids[:34], ids[54:61]
-    return [
-        prompt + ids[34:54],
-        prompt + deeper + ids[61:75],
-        prompt + deeper + ids[75:79],
-        (prompt + deeper)[:38],
-        ids[100:131],
-    ]
-
-
-def forest() -> TokenBatch:
-    return build_forest([Row(ids, [0.0] + [1.0] * (len(ids) - 1)) for ids in sequences()], min_shared=1)
-
-
-def close(got: Tensor, want: Tensor, name: str = "") -> None:
-    scale = max(want.abs().max().item(), 1e-3)
-    torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE * scale, msg=lambda m: f"{name}: {m}")
-
-
-def forest_gradients(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    logps = model(token_batch=forest(), score_request=ScoreRequest()).logps
-    (logps * torch.arange(len(logps)).cos()).sum().backward()
-    return logps.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
-def separate_gradients(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same from the model's own logits, one row at a time."""
-    found = []
-    for row in sequences():
-        ids = torch.tensor([row])
-        logps = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1].float(), -1)
-        found.append(logps.gather(1, ids[0, 1:, None])[:, 0])
-    logps = torch.cat(found)
-    (logps * torch.arange(len(logps)).cos()).sum().backward()
-    return logps.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_equals_separate_rows(model: Any, family: str, **overrides: Any) -> None:
@@ -99,7 +56,7 @@ def test_forest_equals_separate_rows(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_query_blocks(family, monkeypatch):
-    monkeypatch.setattr(attention, "QUERY_BLOCK", 5)
+    monkeypatch.setattr(attention_math, "QUERY_BLOCK", 5)
     assert_equals_separate_rows(bound(family), family)
 
 
@@ -142,37 +99,27 @@ def top_left(q: Tensor, k: Tensor, v: Tensor, dropout: float, scaling: float | N
 
 
 def test_mutant_top_left_causal_fails(monkeypatch):
-    monkeypatch.setattr(attention, "_causal", top_left)
+    monkeypatch.setattr(attention, "causal", top_left)
     with pytest.raises(AssertionError):
         assert_equals_separate_rows(bound("qwen3"), "qwen3")
 
 
 def test_mutant_window_ignored_fails(monkeypatch):
-    own = attention._causal
-    monkeypatch.setattr(attention, "_causal", lambda *args: own(*args[:-1], None))
+    own = attention.causal
+    monkeypatch.setattr(attention, "causal", lambda *args: own(*args[:-1], None))
     assert_equals_separate_rows(bound("qwen3"), "qwen3")
     with pytest.raises(AssertionError):
         assert_equals_separate_rows(bound("gemma3"), "gemma3")
 
 
 def test_mutant_window_off_by_one_fails(monkeypatch):
-    own = attention._causal
-    monkeypatch.setattr(attention, "_causal", lambda *args: own(*args[:-1], args[-1] and args[-1] + 1))
+    own = attention.causal
+    monkeypatch.setattr(attention, "causal", lambda *args: own(*args[:-1], args[-1] and args[-1] + 1))
     with pytest.raises(AssertionError):
         assert_equals_separate_rows(bound("gemma3"), "gemma3")
 
 
 # ---- without a forest the model is what it was -----------------------------------------------------------------------
-
-
-def padded_left() -> dict[str, Tensor]:
-    """Three prompts of 12, 5 and 9 tokens."""
-    ids = torch.randint(3, 300, (3, 12), generator=torch.Generator().manual_seed(2))
-    mask = torch.ones_like(ids)
-    for row, length in enumerate((12, 5, 9)):
-        ids[row, : 12 - length] = 0
-        mask[row, : 12 - length] = 0
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -214,11 +161,10 @@ def test_saved_model_does_not_name_our_attention(family, tmp_path):
 # ---- what it cannot do is refused by name ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias"])
-def test_terms_it_does_not_know_are_refused(name):
+def test_a_position_bias_is_refused():
     q = torch.randn(1, 2, 4, 8)
-    with pytest.raises(LayoutError, match=name):
-        forest_attention(torch.nn.Module(), q, q, q, None, forest=Segments((0,), (4,), (-1,)), **{name: 1.0})
+    with pytest.raises(LayoutError, match="position_bias"):
+        forest_attention(torch.nn.Module(), q, q, q, None, forest=Segments((0,), (4,), (-1,)), position_bias=q)
 
 
 def test_bidirectional_layers_and_several_rows_are_refused():

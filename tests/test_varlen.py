@@ -36,7 +36,7 @@ def test_one_call_equals_sdpa_segment_by_segment(monkeypatch, window, share):
         module, q, k, v, None, scaling=0.3, forest=batch.segments, sliding_window=window
     )
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", documented)
-    monkeypatch.setattr(attention, "_can_use_varlen", lambda query, dropout: True)
+    monkeypatch.setattr(attention, "_can_use_varlen", lambda query, value, dropout: True)
     got, _ = attention.forest_attention(
         module, q, k, v, None, scaling=0.3, forest=batch.segments, sliding_window=window
     )

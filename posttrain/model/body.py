@@ -5,6 +5,7 @@ Letters: T tokens, N read-outs, S sequences, L longest sequence, H hidden.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,26 +14,32 @@ from torch import Tensor
 
 from posttrain.model.attention import forest_active
 from posttrain.model.padding import pad_rows
-from posttrain.model.rope import row_groups
+from posttrain.model.rope import forget_lengths, row_groups
 from posttrain.model.router import balance_losses, experts_per_token
 from posttrain.types import Segments, TokenBatch
 
-Found = tuple[Tensor, Tensor | None]
-"""Hidden states [N, H], and the sum over sequences of the balance loss [] where it was asked for."""
+
+@dataclass(frozen=True)
+class Hidden:
+    """What the model below the head found."""
+
+    states: Tensor  # [N, H] at the read-outs
+    aux_loss: Tensor | None  # [] sum over sequences of the balance loss, where it was asked for
+    parted: bool = False  # sequences went through apart: equal tokens at one position may have unequal states
 
 
 def backbone(model: Any) -> Any:
     """The model under the head. A few families name it otherwise than they say."""
     body = model.base_model
-    return model.get_decoder() if body is model else body
+    return model.model if body is model else body
 
 
-def packed_hidden(model: Any, batch: TokenBatch, balance: bool = False) -> Found:
+def packed_hidden(model: Any, batch: TokenBatch, balance: bool = False) -> Hidden:
     """From one row of T tokens; more where rotary frequencies part the sequences."""
     groups = row_groups(model.config, _lengths(batch))
     if len(groups) <= 1:
         states, aux = _run_forest(model, batch, None, batch.segments, batch.leaf, balance)
-        return states.index_select(0, batch.read_from), aux
+        return Hidden(states.index_select(0, batch.read_from), aux)
     device = batch.input_ids.device
     found, order, total = [], [], None
     for group in groups:
@@ -43,16 +50,17 @@ def packed_hidden(model: Any, batch: TokenBatch, balance: bool = False) -> Found
         found.append(states[torch.searchsorted(at, batch.read_from[mine])])
         order.append(mine)
         total = aux if total is None else total + aux
-    return torch.cat(found)[torch.argsort(torch.cat(order))], total
+    return Hidden(torch.cat(found)[torch.argsort(torch.cat(order))], total, parted=True)
 
 
 def _run_forest(
     model: Any, batch: TokenBatch, at: Tensor | None, segments: Segments, leaf: tuple[int, ...], balance: bool
-) -> Found:
+) -> tuple[Tensor, Tensor | None]:
     """Hidden states [T, H] of the positions `at` of the row, or of all of it."""
     ids, positions = batch.input_ids, batch.position_ids
     if at is not None:
         ids, positions = ids[at], positions[at]
+    forget_lengths(model)
     with forest_active():
         output = backbone(model)(
             input_ids=ids[None],
@@ -84,26 +92,27 @@ def _part(segments: Segments, leaves: list[int]) -> tuple[np.ndarray, Segments, 
 
 def padded_hidden(
     model: Any, batch: TokenBatch, side: str = "right", multiple: int | None = None, balance: bool = False
-) -> Found:
+) -> Hidden:
     """From one padded row a sequence; rows that may not share a forward by groups."""
     rows = pad_rows(batch, side, multiple)
     groups = row_groups(model.config, _lengths(batch))
     if len(groups) <= 1:
         states, aux = _run_rows(model, batch, rows.index, balance)
-        return states[rows.read_row, rows.read_column], aux
+        return Hidden(states[rows.read_row, rows.read_column], aux)
     found, total = [], None
     for group in groups:
         states, aux = _run_rows(model, batch, rows.index[group], balance)
         found.append(states)
         total = aux if total is None else total + aux
     rank = torch.argsort(torch.tensor([s for group in groups for s in group])).to(rows.index.device)
-    return torch.cat(found)[rank[rows.read_row], rows.read_column], total
+    return Hidden(torch.cat(found)[rank[rows.read_row], rows.read_column], total, parted=True)
 
 
-def _run_rows(model: Any, batch: TokenBatch, index: Tensor, balance: bool) -> Found:
+def _run_rows(model: Any, batch: TokenBatch, index: Tensor, balance: bool) -> tuple[Tensor, Tensor | None]:
     """Hidden states [S, L, H] of padded rows, given the position in the forest of each token (−1: padding)."""
     real = index >= 0
     at = index.clamp(min=0)
+    forget_lengths(model)
     output = backbone(model)(
         input_ids=batch.input_ids[at].masked_fill(~real, 0),
         attention_mask=real.long(),

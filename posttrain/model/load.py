@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 
 from posttrain.errors import ConfigError, ModelError
 from posttrain.model.adapters import check_trainable, is_adapted, wrap_adapter
@@ -119,7 +119,7 @@ def prepare_model(
         )
     check_trainable(model)
     base = base_model(model)
-    layout, why = choose_layout(base, options.layout)
+    layout, why = choose_layout(base, options.layout, (options.init_kwargs or {}).get("attn_implementation"))
     if layout != "padded":
         take_forests(base)
     spec = head_spec(base.config, options.chunk_tokens, options.memory_bytes)
@@ -141,13 +141,20 @@ def _load(source: str, options: LoadOptions, adapted: bool, quantization_config:
         kwargs["quantization_config"] = quantization_config
     kwargs.setdefault("trust_remote_code", options.trust_remote_code)
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, **kwargs)
+        model = auto_class(AutoConfig.from_pretrained(source, **_hub_kwargs(options))).from_pretrained(source, **kwargs)
     except Exception as error:
         raise ModelError(f"`model` is {source!r}, which cannot be loaded: {_first_line(error)}") from error
     if dtype is None and quantization_config is None and model.dtype == torch.bfloat16 and not native_bf16():
         say("dtype: float32, since this CPU only emulates bfloat16, the stored one; `dtype` overrides")
         model = model.float()
     return model
+
+
+def auto_class(config: Any) -> Any:
+    """What loads a checkpoint: a causal model, else the multimodal one around it (Mistral 3), trained on text alone."""
+    causal, multimodal = (auto._model_mapping for auto in (AutoModelForCausalLM, AutoModelForImageTextToText))
+    only_multimodal = type(config) in multimodal and type(config) not in causal
+    return AutoModelForImageTextToText if only_multimodal else AutoModelForCausalLM
 
 
 def _dropout(model: Any) -> float:

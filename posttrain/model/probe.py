@@ -18,7 +18,7 @@ from posttrain.errors import LayoutError, ModelError
 from posttrain.model import recurrent
 from posttrain.model.attention import NAMES, Calls, default_name, forest_name
 from posttrain.model.recurrent import bind_mixers, mixers
-from posttrain.model.rope import KINDS
+from posttrain.model.rope import KINDS, forget_lengths, row_groups
 from posttrain.model.scoring import Scoring, bind_head, head_spec
 from posttrain.types import Layout, Segments, TokenBatch
 
@@ -32,12 +32,13 @@ REGIME = 25
 """Context of its rotary embedding, where one varies with the length: one row is shorter, two are longer."""
 
 
-def choose_layout(model: PreTrainedModel, wanted: str = "auto") -> tuple[Layout, str]:
-    """Return the layout to use and why, e.g. ("packed", "probed: forest equals separate rows").
+def choose_layout(model: PreTrainedModel, wanted: str = "auto", attention: str | None = None) -> tuple[Layout, str]:
+    """Return the layout to use and why, e.g. ("packed", "probed: equals separate rows"). `attention` is the
+    implementation the user asked for, if any.
 
     Raises `LayoutError` when the layout asked for is not exact for the model, `ModelError` when none is.
     """
-    packed_reason = _cannot_pack(model)
+    packed_reason = _cannot_pack(model, attention)
     candidates: list[Layout] = ["packed", "packed-unshared", "padded"]
     if wanted != "auto":
         candidates = [layout for layout in candidates if layout == wanted]
@@ -52,12 +53,12 @@ def choose_layout(model: PreTrainedModel, wanted: str = "auto") -> tuple[Layout,
     raise ModelError(f"`model`: no layout is exact for {type(model).__name__}: {'; '.join(reasons)}.")
 
 
-def _cannot_pack(model: PreTrainedModel) -> str | None:
-    """Reasons that a short probe would not meet."""
+def _cannot_pack(model: PreTrainedModel, asked: str | None) -> str | None:
+    """An attention implementation that is not the family's default was asked for, by name or on the object."""
     implementation = model.config._attn_implementation
-    if implementation not in (default_name(model), *NAMES, None):
-        return f"`attn_implementation={implementation!r}` was asked for"
-    return None
+    if asked in (None, "sdpa") and implementation in (default_name(model), *NAMES, None):
+        return None
+    return f"`attn_implementation={asked or implementation!r}` was asked for"
 
 
 def take_forests(model: PreTrainedModel) -> None:
@@ -121,6 +122,7 @@ def _probe(model: PreTrainedModel, layout: Layout) -> str | None:
     except Exception as error:  # an architecture that cannot be rebuilt from its config
         return f"its shrunken copy cannot be built: {type(error).__name__}: {error}"
     batch, rows = _probe_batch(shared=layout == "packed")
+    forwards = len(row_groups(small.config, [len(row) for row in rows]))
     before, mixed = Calls.forest, recurrent.Calls.forest
     try:
         if layout != "padded":
@@ -135,7 +137,7 @@ def _probe(model: PreTrainedModel, layout: Layout) -> str | None:
     except Exception as error:
         logging.getLogger(__name__).debug("probe of %s failed", layout, exc_info=True)
         return f"{type(error).__name__}: {error}"
-    missed = None if layout == "padded" else _missed(small, calls, mixed)
+    missed = None if layout == "padded" else _missed(small, calls // forwards, mixed // forwards)
     if missed is not None:
         return missed
     difference = (got - want).abs().max().item()
@@ -153,6 +155,7 @@ def _missed(small: PreTrainedModel, calls: int, mixed: int) -> str | None:
 def _own_logps(model: PreTrainedModel, row: list[int]) -> torch.Tensor:
     """log p of tokens 1… of a row, from the model's own logits."""
     ids = torch.tensor([row])
+    forget_lengths(model)
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
     return torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0]
 

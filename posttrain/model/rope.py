@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
+
 KINDS = ("longrope", "dynamic")
 
 
@@ -30,8 +32,18 @@ def row_groups(config: Any, lengths: Sequence[int]) -> list[list[int]]:
     for row, length in enumerate(lengths):
         regime = 0 if length <= limit else 1 if kind == "longrope" else length
         groups.setdefault(regime, []).append(row)
-    # Ascending: dynamic NTK remembers the longest row until a short one comes.
     return [groups[regime] for regime in sorted(groups)]
+
+
+def forget_lengths(model: nn.Module) -> None:
+    """Dynamic NTK keeps the frequencies of the longest row it has met; start from the original ones."""
+    if varying_rope(getattr(model, "config", None)) != "dynamic":
+        return
+    for module in model.modules():
+        original = getattr(module, "original_inv_freq", None)
+        if original is not None:
+            module.register_buffer("inv_freq", original.to(module.inv_freq.device), persistent=False)
+            module.max_seq_len_cached = module.original_max_seq_len
 
 
 def _parameters(config: Any) -> list[dict[str, Any]]:

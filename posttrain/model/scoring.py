@@ -87,15 +87,15 @@ def _score(model: Any, batch: TokenBatch, request: ScoreRequest) -> TokenScores:
     scoring: Scoring = model._posttrain_scoring
     if scoring.layout == "padded":
         side, multiple = scoring.padding_side, scoring.pad_to_multiple_of
-        hidden, aux_loss = padded_hidden(model, batch, side, multiple, request.aux_loss)
+        found = padded_hidden(model, batch, side, multiple, request.aux_loss)
     else:
-        hidden, aux_loss = packed_hidden(model, batch, request.aux_loss)
-    targets = batch.targets
-    distinct = batch.distinct
+        found = packed_hidden(model, batch, request.aux_loss)
+    hidden, targets = found.states, batch.targets
+    distinct = None if found.parted else batch.distinct
     if distinct is not None:
         hidden, targets, request = hidden[distinct.first], targets[distinct.first], _once(request, distinct)
     scores: TokenScores = model.get_output_embeddings()(hidden, call=(targets, scoring.spec, request))
-    scores = replace(scores, aux_loss=aux_loss)
+    scores = replace(scores, aux_loss=found.aux_loss)
     return scores if distinct is None else _scatter(scores, distinct)
 
 
