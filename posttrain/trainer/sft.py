@@ -176,7 +176,10 @@ class SFTTrainer(Engine):
         weights = exp.batch.weights
         loss = TOKEN_LOSSES[self._config.loss_type or "nll"]
         request = ScoreRequest(
-            objective=lambda logps, index: loss(logps, weights[index]), entropy=self.measuring, top1=self.measuring
+            objective=lambda logps, index: loss(logps, weights[index]),
+            entropy=self.measuring,
+            top1=self.measuring,
+            aux_loss=self.balancing,
         )
         scores = model(token_batch=exp.batch, score_request=request)
         metrics = {}
@@ -184,4 +187,4 @@ class SFTTrainer(Engine):
             count = float(len(weights))
             metrics["entropy"] = Mean(scores.entropy.sum(), count)
             metrics["mean_token_accuracy"] = Mean(scores.top1.sum(), count)
-        return LossOutput(scores.total, metrics)
+        return LossOutput(scores.total, metrics, scores.aux_loss)
