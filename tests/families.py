@@ -85,7 +85,7 @@ def gemma3_multimodal() -> Any:
 
 def mistral3() -> Any:
     text = hf.MistralConfig(**shape())
-    vision = {k: v for k, v in VISION.items()} | {"model_type": "pixtral", "head_dim": 8}
+    vision = VISION | {"model_type": "pixtral", "head_dim": 8}
     return hf.Mistral3Config(text_config=text.to_dict(), vision_config=vision)
 
 
@@ -120,9 +120,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen2-sliding": lambda: hf.Qwen2Config(**shape(SLIDING, use_sliding_window=True, max_window_layers=1)),
     "qwen2-moe": lambda: hf.Qwen2MoeConfig(**shape(EXPERTS, SHARED_EXPERT, decoder_sparse_step=1)),
     "qwen2-moe-sliding": lambda: hf.Qwen2MoeConfig(
-        **shape(
-            EXPERTS, SHARED_EXPERT, SLIDING, decoder_sparse_step=1, use_sliding_window=True, max_window_layers=2
-        )
+        **shape(EXPERTS, SHARED_EXPERT, SLIDING, decoder_sparse_step=1, use_sliding_window=True, max_window_layers=2)
     ),
     "qwen3": lambda: hf.Qwen3Config(**shape()),
     "qwen3-dynamic": lambda: hf.Qwen3Config(
@@ -196,7 +194,15 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "nemotron": lambda: hf.NemotronConfig(**shape()),
     "stablelm": lambda: hf.StableLmConfig(**shape()),
     "starcoder2": lambda: hf.Starcoder2Config(**shape(SLIDING, residual_dropout=0.0, embedding_dropout=0.0)),
-    "falcon": lambda: hf.FalconConfig(vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, new_decoder_architecture=True, num_kv_heads=2),
+    "falcon": lambda: hf.FalconConfig(
+        vocab_size=300,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        new_decoder_architecture=True,
+        num_kv_heads=2,
+        initializer_range=0.1,
+    ),
     "gpt-neox": lambda: hf.GPTNeoXConfig(**shape()),
     "gpt2": lambda: hf.GPT2Config(
         vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=256, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
@@ -226,9 +232,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             chunk_size=16,
         )
     ),
-    "mamba": lambda: hf.MambaConfig(
-        vocab_size=300, hidden_size=32, state_size=8, num_hidden_layers=2, pad_token_id=0
-    ),
+    "mamba": lambda: hf.MambaConfig(vocab_size=300, hidden_size=32, state_size=8, num_hidden_layers=2, pad_token_id=0),
     "mamba2": lambda: hf.Mamba2Config(
         vocab_size=300,
         hidden_size=32,

@@ -18,8 +18,9 @@ import posttrain.model.attention_math as attention_math
 from posttrain.data.forest import build_forest
 from posttrain.errors import LayoutError
 from posttrain.model.attention import FOREST, forest_attention
+from posttrain.model.probe import take_forests
 from posttrain.model.scoring import Scoring, bind_head
-from posttrain.types import Row, ScoreRequest, Segments, TokenBatch
+from posttrain.types import Row, Segments
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma3"]
 
@@ -27,7 +28,7 @@ FAMILIES = ["llama", "qwen2", "qwen3", "gemma3"]
 def bound(family: str, **overrides: Any) -> Any:
     """A tiny model that scores packed batches."""
     model = tiny_model(family, **overrides)
-    model.set_attn_implementation(FOREST)
+    take_forests(model)
     bind_head(model, Scoring("packed"))
     return model
 
@@ -177,3 +178,68 @@ def test_bidirectional_layers_and_several_rows_are_refused():
     two = torch.randn(2, 2, 4, 8)
     with pytest.raises(LayoutError, match="not causal over one row"):
         forest_attention(torch.nn.Module(), two, two, two, None, forest=segments)
+
+
+# ---- soft caps and sinks ---------------------------------------------------------------------------------------------
+
+
+def whole(q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
+    """All scores at once: heads share keys by repetition, the sink is one more column."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * 0.3
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    lag = torch.arange(k.shape[2])[None] - torch.arange(k.shape[2] - q.shape[2], k.shape[2])[:, None]
+    scores = scores.masked_fill((lag > 0) | (lag <= -(window or 10**6)), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(1, -1, q.shape[2], 1)], -1)
+    p = torch.softmax(scores, -1)
+    return (p if sinks is None else p[..., :-1]) @ v
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("sink", [True, False])
+@pytest.mark.parametrize("block", [4, 512])
+def test_capped_attention_in_double_precision(window, softcap, sink, block, monkeypatch):
+    """13 queries after 8 ancestors, 4 heads on 2 keys: values and gradients, the sinks' too."""
+    monkeypatch.setattr(attention_math, "QUERY_BLOCK", block)
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, h, n, 8, generator=g) for h, n in ((4, 13), (2, 21), (2, 21)))
+    sinks = torch.randn(4, generator=g) if sink else None
+    inputs = [x.requires_grad_() for x in (q, k, v, sinks) if x is not None]
+    got = attention_math.capped(q, k, v, 0.0, 0.3, window, softcap, sinks)
+    found = torch.autograd.grad(got.cos().sum(), inputs)
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    want = whole(*doubles[:3], window, softcap, doubles[3] if sink else None)
+    close(got, want.float())
+    for one, other in zip(found, torch.autograd.grad(want.cos().sum(), doubles), strict=True):
+        close(one, other.float())
+
+
+def test_capped_attention_never_keeps_all_scores(monkeypatch):
+    """What is kept for the backward pass is the inputs."""
+    monkeypatch.setattr(attention_math, "QUERY_BLOCK", 16)
+    q, k, v = (torch.randn(1, 2, 256, 8, requires_grad=True) for _ in range(3))
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = attention_math.capped(q, k, v, 0.0, None, None, 30.0, torch.zeros(2))
+    assert sum(kept.values()) < 256 * 256 * 4 / 2
+    out.sum().backward()
+    assert q.grad is not None and q.grad.any()
+
+
+def test_dropout_of_capped_attention_is_drawn_again_alike(monkeypatch):
+    """Recomputation in the backward pass meets the same mask: the gradient is that of the values that were returned."""
+    q, k = (torch.randn(1, 1, 6, 8) for _ in range(2))
+    v = torch.randn(1, 1, 6, 8, requires_grad=True)
+    out = attention_math.capped(q, k, v, 0.5, None, None, 30.0, None)
+    torch.manual_seed(1)
+    (gradient,) = torch.autograd.grad(out.sum(), v)
+    # out is linear in v.
+    torch.testing.assert_close((gradient * v).sum(), out.sum())

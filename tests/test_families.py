@@ -1,4 +1,4 @@
-"""Every family: its layout against separate rows, in losses and gradients; saved and reloaded; plain calls unchanged."""
+"""Every family: its layout against separate rows, losses and gradients; saved and reloaded; plain calls as before."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from families import FAMILIES, build
 from forests import close, forest, forest_gradients, padded_left, separate_gradients
 from transformers import AutoConfig
 
+import posttrain.model.attention as attention
+import posttrain.model.attention_math as attention_math
+import posttrain.model.body as body
+import posttrain.model.recurrent as recurrent
+from posttrain.errors import ModelError
 from posttrain.model.attention import FOREST, FOREST_EAGER
 from posttrain.model.load import LoadOptions, auto_class, prepare_model
 
@@ -64,3 +69,72 @@ def test_plain_calls_are_unchanged(family):
         assert torch.equal(plain.generate(**batch, **options), model.generate(**batch, **options))
     if family not in PADDED:
         assert model.config._attn_implementation in (FOREST, FOREST_EAGER)
+
+
+SPECIAL = ["gemma2", "gpt-oss", "deepseek-v3", "qwen2-moe-sliding", "qwen3.5-moe", "granite-hybrid", "phi3-longrope"]
+
+
+@pytest.mark.parametrize("family", SPECIAL)
+def test_with_activations_recomputed(family):
+    model = prepared(family).model.train()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    assert_equals_separate_rows(model, family)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt-oss", "deepseek-v3"])
+def test_in_query_blocks(family, monkeypatch):
+    monkeypatch.setattr(attention_math, "QUERY_BLOCK", 5)
+    assert_equals_separate_rows(prepared(family).model.train(), family)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen3.5", "phi3-longrope"])
+def test_packed_without_sharing(family):
+    assert_equals_separate_rows(prepared(family, layout="packed-unshared").model.train(), family)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in PADDED])
+def test_padded_is_as_good(family):
+    assert_equals_separate_rows(prepared(family, layout="padded").model.train(), family)
+
+
+def test_attention_asked_for_by_name_is_kept(tmp_path):
+    build("gemma2").save_pretrained(tmp_path)
+    asked = LoadOptions(init_kwargs={"attn_implementation": "eager"})
+    assert prepare_model(str(tmp_path), asked).layout == "padded"
+    assert prepare_model(str(tmp_path), LoadOptions()).layout == "packed"
+
+
+# ---- mutants: the probe must see each, and take the padded layout ----------------------------------------------------
+
+
+def without(position: int) -> Any:
+    own = attention_math.capped
+    return lambda *args: own(*(None if i == position else arg for i, arg in enumerate(args)))
+
+
+@pytest.mark.parametrize(("family", "position"), [("gemma2", 6), ("gpt-oss", 7), ("gpt-oss", 5), ("gemma2", 5)])
+def test_mutant_no_cap_no_sink_or_no_window(family, position, monkeypatch):
+    monkeypatch.setattr(attention, "capped", without(position))
+    assert prepared(family).layout == "padded"
+
+
+@pytest.mark.parametrize("family", ["qwen2-moe-sliding", "phimoe-sliding"])
+def test_mutant_hidden_window_forgotten(family, monkeypatch):
+    monkeypatch.setattr(attention, "_window", lambda module: None)
+    assert prepared(family).layout == "padded"
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "granite-hybrid", "mamba2", "lfm2"])
+def test_mutant_states_leak_between_sequences(family, monkeypatch):
+    own = recurrent._plan
+    monkeypatch.setattr(
+        recurrent, "_plan", lambda forest, device: own(type(forest)((0,), (forest.end[-1],), (-1,)), device)
+    )
+    assert prepared(family).layout == "padded"
+
+
+@pytest.mark.parametrize("family", ["phi3-longrope", "qwen3-dynamic"])
+def test_mutant_one_regime_for_all(family, monkeypatch):
+    monkeypatch.setattr(body, "row_groups", lambda config, lengths: [list(range(len(lengths)))])
+    with pytest.raises(ModelError, match="no layout is exact"):
+        prepared(family)

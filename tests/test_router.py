@@ -140,18 +140,25 @@ def test_it_is_a_mean_over_sequences_and_not_evaluated():
     assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
 
 
-def test_mutant_counted_by_micro_batch_fails(monkeypatch):
-    """Divided by the micro-batch's own sequences, as a mean of means."""
+def test_mutant_sum_instead_of_mean_fails(monkeypatch):
     from posttrain.trainer.engine import Engine
 
     own = Engine._set_window
-
-    def per_micro_batch(self: Any, **values: Any) -> None:
-        if "sequences" in values:
-            values["sequences"] = 1.0
-        own(self, **values)
-
+    monkeypatch.setattr(Engine, "_set_window", lambda self, **values: own(self, **values | {"sequences": 1.0}))
     one = train()
-    monkeypatch.setattr(Engine, "_set_window", per_micro_batch)
     with pytest.raises(AssertionError):
-        alike(one, train())
+        alike(one, train(per_device_train_batch_size=1, gradient_accumulation_steps=2))
+
+
+def test_mutant_shared_tokens_counted_once_fails(monkeypatch):
+    """A prompt that several sequences share belongs to the first of them alone."""
+    import posttrain.model.body as body
+
+    own = body.balance_losses
+
+    def once(logits: Any, owner: Tensor, paths: Tensor, top_k: int) -> Tensor:
+        return own(logits, owner, paths * (paths.cumsum(0) == 1), top_k)
+
+    monkeypatch.setattr(body, "balance_losses", once)
+    with pytest.raises(AssertionError):
+        assert_same(scored("qwen3-moe"), plain("qwen3-moe"))

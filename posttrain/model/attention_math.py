@@ -29,8 +29,10 @@ def causal(q: Tensor, k: Tensor, v: Tensor, dropout: float, scaling: float | Non
             return causal_attention(q, k, v, scaling)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
     found = [
-        F.scaled_dot_product_attention(q[:, :, rows], k[:, :, keys], v[:, :, keys], attn_mask=mask, **options)
-        for rows, keys, mask in _blocks(q, k, window)
+        F.scaled_dot_product_attention(
+            q[:, :, rows], k[:, :, keys], v[:, :, keys], attn_mask=_mask(rows, keys, K - L, window, q.device), **options
+        )
+        for rows, keys in _blocks(L, K, window)
     ]
     return found[0] if len(found) == 1 else torch.cat(found, dim=2)
 
@@ -51,9 +53,12 @@ def capped(
     In blocks of queries, each computed again in the backward pass: at no time are L × K scores in memory.
     """
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    L, K = q.shape[2], k.shape[2]
     found = []
-    for rows, keys, mask in _blocks(q, k, window):
-        args = (q[:, :, rows], k[:, :, keys], v[:, :, keys], mask, sinks, scale, softcap, dropout)
+    for rows, keys in _blocks(L, K, window):
+        # The mask is made in the block: kept for all blocks, it would be L × K.
+        where = (rows, keys, K - L, window)
+        args = (q[:, :, rows], k[:, :, keys], v[:, :, keys], where, sinks, scale, softcap, dropout)
         if torch.is_grad_enabled():
             found.append(checkpoint(_block, *args, use_reentrant=False, preserve_rng_state=dropout > 0))
         else:
@@ -65,13 +70,13 @@ def _block(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor,
+    where: tuple[slice, slice, int, int | None],
     sinks: Tensor | None,
     scale: float,
     softcap: float | None,
     dropout: float,
 ) -> Tensor:
-    """q [1, heads, B, D], mask [B, K] → [1, heads, B, D]. Softmax in fp32."""
+    """q [1, heads, B, D] → [1, heads, B, D]. Softmax in fp32."""
     heads, B = q.shape[1:3]
     groups = k.shape[1]
     # Heads that share a key are rows of one product, so that keys are not repeated.
@@ -79,7 +84,7 @@ def _block(
     scores = scores.view(1, heads, B, -1).float()
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~mask, float("-inf"))
+    scores = scores.masked_fill(~_mask(*where, q.device), float("-inf"))
     total = scores.logsumexp(-1, keepdim=True)
     if sinks is not None:
         total = torch.logaddexp(total, sinks.float().view(1, heads, 1, 1))
@@ -87,16 +92,20 @@ def _block(
     return (p.view(1, groups, -1, p.shape[-1]) @ v).view(1, heads, B, -1)
 
 
-def _blocks(q: Tensor, k: Tensor, window: int | None) -> Iterator[tuple[slice, slice, Tensor]]:
-    """(queries, keys that any of them sees, mask [B, keys]) of each block of queries."""
-    L, K = q.shape[2], k.shape[2]
+def _blocks(L: int, K: int, window: int | None) -> Iterator[tuple[slice, slice]]:
+    """Queries of each block, and the keys that any of them sees."""
     offset = K - L
     for start in range(0, L, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, L)
         first = 0 if window is None else max(0, offset + start - window + 1)
-        at = torch.arange(offset + start, offset + stop, device=q.device)[:, None]
-        to = torch.arange(first, offset + stop, device=q.device)[None]
-        mask = to <= at
-        if window is not None:
-            mask &= to > at - window
-        yield slice(start, stop), slice(first, offset + stop), mask
+        yield slice(start, stop), slice(first, offset + stop)
+
+
+def _mask(rows: slice, keys: slice, offset: int, window: int | None, device: torch.device) -> Tensor:
+    """[queries, keys] whether a query sees a key."""
+    at = torch.arange(offset + rows.start, offset + rows.stop, device=device)[:, None]
+    to = torch.arange(keys.start, keys.stop, device=device)[None]
+    mask = to <= at
+    if window is not None:
+        mask &= to > at - window
+    return mask

@@ -111,8 +111,9 @@ def _shrink_rope(text: Any) -> None:
     rope: Any = getattr(text, "rope_parameters", None) or {}
     for each in (rope, *(v for v in rope.values() if isinstance(v, dict))):
         if each.get("rope_type") in KINDS:
-            each["original_max_position_embeddings"] = REGIME
-            text.max_position_embeddings = REGIME
+            each["original_max_position_embeddings"] = text.max_position_embeddings = REGIME
+            if getattr(text, "original_max_position_embeddings", None):  # where the config copies it from
+                text.original_max_position_embeddings = REGIME
 
 
 def _probe(model: PreTrainedModel, layout: Layout) -> str | None:

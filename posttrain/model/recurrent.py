@@ -64,7 +64,8 @@ def _by_sequence(own: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Plan:
-    """e.g. a prompt of 2 tokens, answers of 3 and 1 -> calls ([[0, 1, 2, 3, 4]], [[0, 1, 5]]), back [0, 1, 2, 3, 4, 7]"""
+    """e.g. a prompt of 2 tokens, answers of 3 and 1 -> calls ([[0, 1, 2, 3, 4]], [[0, 1, 5]]),
+    back [0, 1, 2, 3, 4, 7] or, since the prompt is in both, [5, 6, 2, 3, 4, 7]"""
 
     calls: tuple[Tensor, ...]  # [R, L] each: position in the forest of each token of a row
     back: Tensor  # [T] where in the calls' tokens, end to end, a token of the forest is found
