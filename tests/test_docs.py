@@ -26,7 +26,7 @@ from posttrain.cli.parse import index, parse, read_command_line, refuse_unknown
 from posttrain.cli.schema import Option, stored
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", *(f"docs/{name}.md" for name in ("quickstart", "sft", "loop", "design", "extending"))]
+PAGES = ["README.md", *(f"docs/{name}.md" for name in ("quickstart", "sft", "models", "loop", "design", "extending"))]
 UPDATE_FLAG = "POSTTRAIN_UPDATE_DOCS"
 UPDATE = os.environ.get(UPDATE_FLAG, "0") not in ("", "0")
 HUB_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import models_page
 import pytest
 import torch
+from data_fixtures import byte_tokenizer
+from datasets import Dataset
 from families import FAMILIES, build
 from forests import close, forest, forest_gradients, padded_left, separate_gradients
+from laws.runs import FIELDS, run, scratch, sft
 from transformers import AutoConfig
 
 import posttrain.model.attention as attention
 import posttrain.model.attention_math as attention_math
 import posttrain.model.body as body
 import posttrain.model.recurrent as recurrent
-from posttrain.errors import ModelError
+from posttrain import SFTConfig, SFTTrainer
+from posttrain.errors import DataError, ModelError
 from posttrain.model.attention import FOREST, FOREST_EAGER
-from posttrain.model.load import LoadOptions, auto_class, prepare_model
+from posttrain.model.load import LoadOptions, auto_class, learned_positions, prepare_model
 
 PADDED = {"llama-4", "nemotron", "stablelm", "falcon", "bloom", "mamba"}
 """Why: docs/models.md."""
@@ -69,6 +74,11 @@ def test_plain_calls_are_unchanged(family):
         assert torch.equal(plain.generate(**batch, **options), model.generate(**batch, **options))
     if family not in PADDED:
         assert model.config._attn_implementation in (FOREST, FOREST_EAGER)
+
+
+def test_the_table_of_models_is_current():
+    """docs/models.md says what the probe finds; `make models` writes it."""
+    assert models_page.PAGE.read_text(encoding="utf-8") == models_page.page()
 
 
 SPECIAL = ["gemma2", "gpt-oss", "deepseek-v3", "qwen2-moe-sliding", "qwen3.5-moe", "granite-hybrid", "phi3-longrope"]
@@ -138,3 +148,50 @@ def test_mutant_one_regime_for_all(family, monkeypatch):
     monkeypatch.setattr(body, "row_groups", lambda config, lengths: [list(range(len(lengths)))])
     with pytest.raises(ModelError, match="no layout is exact"):
         prepared(family)
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trains(family):
+    """Three steps by the trainer, with activations recomputed: the loss is finite and the weights move."""
+    before = {n: p.detach().clone() for n, p in build(family).named_parameters()}
+    recompute = build(family).supports_gradient_checkpointing
+    found = run(sft(model=build(family), learning_rate=0.05, gradient_checkpointing=recompute))
+    assert all(torch.isfinite(torch.tensor(found.losses)))
+    moved = {name for name, value in found.weights.items() if not torch.equal(value, before[name])}
+    assert moved
+
+
+@pytest.mark.parametrize("family", ["gemma3-multimodal", "mistral3"])
+def test_what_text_does_not_meet_is_frozen(family, capsys):
+    model = prepared(family).model
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert "beside the language model are kept" in capsys.readouterr().err
+    assert trained == {n for n in dict(model.named_parameters()) if "language_model" in n or "lm_head" in n}
+    assert trained != set(dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_rows_longer_than_the_table_of_positions_are_refused(family):
+    """At the start, naming the field and the number of rows; packing cuts rows to fit."""
+    rows = Dataset.from_list([{"input_ids": [5] * n} for n in (20, 300, 257, 256)])
+    settings: dict[str, Any] = {**FIELDS, "output_dir": scratch(), "train_sampling_strategy": "sequential"}
+    with pytest.raises(DataError, match=r"2 of 4 rows .* 256 positions .* 300 tokens; set `max_length` to 256"):
+        trainer(build(family), rows, max_length=None, **settings)
+    trainer(build(family), rows, max_length=256, **settings)
+    trainer(build(family), rows, max_length=128, packing=True, packing_strategy="bfd_split", **settings)
+    with pytest.raises(DataError, match=r"row 1: 1 of 1 rows .*`max_length`"):
+        next(
+            iter(trainer(build(family), rows.to_iterable_dataset(), max_length=None, **settings).get_train_dataloader())
+        )
+
+
+def trainer(model: Any, rows: Any, **settings: Any) -> SFTTrainer:
+    return SFTTrainer(model, SFTConfig(**settings), train_dataset=rows, processing_class=byte_tokenizer())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3-multimodal", "mamba"])
+def test_without_a_table_rows_may_be_long(family):
+    assert learned_positions(prepare_model(build(family), LoadOptions())) is None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from posttrain.model.attention import forest_active
 from posttrain.model.padding import pad_rows
-from posttrain.model.rope import forget_lengths, row_groups
+from posttrain.model.rope import forget_lengths, row_groups, varying_rope
 from posttrain.model.router import balance_losses, experts_per_token
 from posttrain.types import Segments, TokenBatch
 
@@ -36,12 +36,12 @@ def backbone(model: Any) -> Any:
 
 def packed_hidden(model: Any, batch: TokenBatch, balance: bool = False) -> Hidden:
     """From one row of T tokens; more where rotary frequencies part the sequences."""
-    groups = row_groups(model.config, _lengths(batch))
+    groups = _groups(model, batch)
     if len(groups) <= 1:
         states, aux = _run_forest(model, batch, None, batch.segments, batch.leaf, balance)
         return Hidden(states.index_select(0, batch.read_from), aux)
     device = batch.input_ids.device
-    found, order, total = [], [], None
+    found, order, aux_losses = [], [], []
     for group in groups:
         index, segments, leaf = _part(batch.segments, [batch.leaf[s] for s in group])
         at = torch.from_numpy(index).to(device)
@@ -49,8 +49,8 @@ def packed_hidden(model: Any, batch: TokenBatch, balance: bool = False) -> Hidde
         mine = torch.isin(batch.sequence, torch.tensor(group, device=device)).nonzero()[:, 0]
         found.append(states[torch.searchsorted(at, batch.read_from[mine])])
         order.append(mine)
-        total = aux if total is None else total + aux
-    return Hidden(torch.cat(found)[torch.argsort(torch.cat(order))], total, parted=True)
+        aux_losses.append(aux)
+    return Hidden(torch.cat(found)[torch.argsort(torch.cat(order))], _total(aux_losses), parted=True)
 
 
 def _run_forest(
@@ -95,17 +95,17 @@ def padded_hidden(
 ) -> Hidden:
     """From one padded row a sequence; rows that may not share a forward by groups."""
     rows = pad_rows(batch, side, multiple)
-    groups = row_groups(model.config, _lengths(batch))
+    groups = _groups(model, batch)
     if len(groups) <= 1:
         states, aux = _run_rows(model, batch, rows.index, balance)
         return Hidden(states[rows.read_row, rows.read_column], aux)
-    found, total = [], None
+    found, aux_losses = [], []
     for group in groups:
         states, aux = _run_rows(model, batch, rows.index[group], balance)
         found.append(states)
-        total = aux if total is None else total + aux
+        aux_losses.append(aux)
     rank = torch.argsort(torch.tensor([s for group in groups for s in group])).to(rows.index.device)
-    return Hidden(torch.cat(found)[rank[rows.read_row], rows.read_column], total, parted=True)
+    return Hidden(torch.cat(found)[rank[rows.read_row], rows.read_column], _total(aux_losses), parted=True)
 
 
 def _run_rows(model: Any, batch: TokenBatch, index: Tensor, balance: bool) -> tuple[Tensor, Tensor | None]:
@@ -138,7 +138,15 @@ def _balance(model: Any, output: Any, owner: Tensor, paths: Tensor) -> Tensor:
     return balance_losses(output.router_logits, owner, paths, top_k).sum()
 
 
-def _lengths(batch: TokenBatch) -> list[int]:
-    """Tokens of each sequence."""
+def _total(losses: list[Tensor | None]) -> Tensor | None:
+    found = [loss for loss in losses if loss is not None]
+    return torch.stack(found).sum() if found else None
+
+
+def _groups(model: Any, batch: TokenBatch) -> list[list[int]]:
+    """Sequences that may share a forward; at most one group for nearly every model."""
+    if varying_rope(model.config) is None:
+        return []
     segments = batch.segments
-    return [sum(segments.end[k] - segments.start[k] for k in segments.path(leaf)) for leaf in batch.leaf or (0,)]
+    lengths = [sum(segments.end[k] - segments.start[k] for k in segments.path(leaf)) for leaf in batch.leaf or (0,)]
+    return row_groups(model.config, lengths)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from posttrain.errors import ConfigError, ModelError
 from posttrain.model.adapters import check_trainable, is_adapted, wrap_adapter
+from posttrain.model.body import backbone
 from posttrain.model.probe import choose_layout, take_forests
 from posttrain.model.scoring import Scoring, bind_head, head_spec
 from posttrain.parallel.device import native_bf16
@@ -19,6 +21,11 @@ from posttrain.parallel.ranks import say
 from posttrain.types import Layout
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+_POSITIONS = re.compile(r"(^|\.)(wpe|\w*pos\w*)$").search
+_DROPOUTS = ("attention_dropout", "residual_dropout", "embedding_dropout", "hidden_dropout", "dropout")
+_DROPOUTS += ("attn_pdrop", "resid_pdrop", "embd_pdrop", "router_jitter_noise", "input_jitter_noise")
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,14 @@ def embedding_rows(prepared: Prepared) -> int:
     """How many token ids the model has an embedding for."""
     weight: Any = prepared.base.get_input_embeddings().weight
     return int(weight.shape[0])
+
+
+def learned_positions(prepared: Prepared) -> int | None:
+    """Tokens of the longest row that a model with a table of positions can take (GPT-2, OPT); None without a table."""
+    limit = getattr(prepared.base.config.get_text_config(), "max_position_embeddings", None)
+    tables = [m for name, m in prepared.base.named_modules() if isinstance(m, torch.nn.Embedding) and _POSITIONS(name)]
+    # OPT's has two rows more than it has positions.
+    return limit if any(table.num_embeddings in (limit, (limit or 0) + 2) for table in tables) else None
 
 
 def _hub_kwargs(options: LoadOptions) -> dict[str, Any]:
@@ -111,6 +126,7 @@ def prepare_model(
         if "_original_forward" in wrapped.__dict__:  # another trainer's autocast, left in place by accelerate
             del wrapped.forward, wrapped._original_forward
     model = wrap_adapter(model, peft_config)
+    _freeze_all_but_text(base_model(model))
     low = {p.dtype for p in model.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)}
     if low and not isinstance(source, str):
         say(
@@ -158,10 +174,23 @@ def auto_class(config: Any) -> Any:
 
 
 def _dropout(model: Any) -> float:
-    """Largest dropout probability that training would use: modules', and what attention reads from the config."""
+    """Largest probability of dropout, or size of a router's noise, that training would use: modules', and what layers
+    read from the config."""
     rates = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
     text = base_model(model).config.get_text_config()
-    return max([*rates, float(getattr(text, "attention_dropout", 0.0) or 0.0)])
+    return max([*rates, *(float(getattr(text, name, None) or 0.0) for name in _DROPOUTS)])
+
+
+def _freeze_all_but_text(base: Any) -> None:
+    """What a multimodal model has beside its language model never meets a row of text: no gradient, no optimizer
+    state, and nothing for DDP to wait for."""
+    language = getattr(backbone(base), "language_model", None)
+    if language is None:
+        return
+    read = {id(p) for part in (language, base.get_output_embeddings()) for p in part.parameters()}
+    frozen = [p.requires_grad_(False) for p in base.parameters() if p.requires_grad and id(p) not in read]
+    if frozen:
+        say(f"model: trained on text; {sum(p.numel() for p in frozen):,} parameters beside the language model are kept")
 
 
 def _first_line(error: Exception) -> str:

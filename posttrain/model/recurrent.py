@@ -48,10 +48,7 @@ def _by_sequence(own: Any) -> Any:
     def forward(self: Any, hidden_states: Tensor, *args: Any, forest: Segments | None = None, **kwargs: Any) -> Any:
         if forest is None:
             if is_forest_active():
-                raise LayoutError(
-                    f"`layout='packed'`: this model does not tell its {type(self).__name__} layers where sequences "
-                    "begin; set `layout='padded'`."
-                )
+                raise LayoutError(f"its {type(self).__name__} layers are not told where sequences begin")
             return own(self, hidden_states, *args, **kwargs)
         Calls.forest += 1
         plan = _plan(forest, hidden_states.device)

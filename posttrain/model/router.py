@@ -55,6 +55,6 @@ def balance_losses(logits: Sequence[Tensor], owner: Tensor, paths: Tensor, top_k
         picks = torch.zeros_like(p).scatter_(1, p.detach().topk(top_k, -1).indices, 1.0)
         chosen.index_add_(0, owner, picks)
         mass = mass.index_add(0, owner, p)
-    tokens = len(logits) * torch.bincount(owner, minlength=K + 1)[:K].float()
-    count = (paths @ tokens)[:, None].clamp(min=1)
+    tokens = torch.zeros(K + 1, device=owner.device).index_add_(0, owner, torch.ones_like(owner, dtype=torch.float))
+    count = len(logits) * (paths @ tokens[:K])[:, None].clamp(min=1)
     return E * (((paths @ chosen[:K]) / count) * ((paths @ mass[:K]) / count)).sum(-1)

@@ -13,7 +13,7 @@ from posttrain.data.sampling import Collator, RowItems
 from posttrain.data.tokenizer import set_up_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.loss.nll import TOKEN_LOSSES
-from posttrain.model.load import check_model_source, embedding_rows, load_tokenizer, prepare_model
+from posttrain.model.load import check_model_source, embedding_rows, learned_positions, load_tokenizer, prepare_model
 from posttrain.parallel.ranks import say
 from posttrain.trainer.config import BaseConfig, load_options, share_prefixes
 from posttrain.trainer.engine import Engine, Experience
@@ -123,9 +123,8 @@ class SFTTrainer(Engine):
         with seeded(args.seed):
             prepared = prepare_model(model, load_options(args), peft_config, quantization_config)
         self.layout = prepared.layout
-        vocabulary = embedding_rows(prepared)
         for items in (train_items, *(eval_items.values() if isinstance(eval_items, dict) else [eval_items])):
-            check_ids(items, vocabulary)
+            check_ids(items, embedding_rows(prepared), learned_positions(prepared))
         super().__init__(
             prepared.model,
             args,
