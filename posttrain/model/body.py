@@ -31,7 +31,7 @@ class Hidden:
 def backbone(model: Any) -> Any:
     """The model under the head. A few families name it otherwise than they say."""
     body = model.base_model
-    return model.model if body is model else body
+    return getattr(model, "model", model) if body is model else body
 
 
 def packed_hidden(model: Any, batch: TokenBatch, balance: bool = False) -> Hidden:
