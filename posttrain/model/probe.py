@@ -122,13 +122,13 @@ def _probe(model: PreTrainedModel, layout: Layout) -> str | None:
         small = shrunken(model)
     except Exception as error:  # an architecture that cannot be rebuilt from its config
         return f"its shrunken copy cannot be built: {type(error).__name__}: {error}"
+    bind_head(small, Scoring(layout, head_spec(small.config)))
     batch, rows = _probe_batch(shared=layout == "packed")
     forwards = len(row_groups(small.config, [len(row) for row in rows]))
     before, mixed = Calls.forest, recurrent.Calls.forest
     try:
         if layout != "padded":
             take_forests(small)
-        bind_head(small, Scoring(layout, head_spec(small.config)))
         with torch.no_grad():
             got = small(token_batch=batch).logps
             calls, mixed = Calls.forest - before, recurrent.Calls.forest - mixed
