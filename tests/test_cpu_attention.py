@@ -27,9 +27,7 @@ def inputs(length: int, heads: int, key_heads: int, size: int) -> tuple[list[Ten
     return [q, k, v], g
 
 
-def gradients(
-    attend: Callable[..., Tensor], values: list[Tensor], grad: Tensor, scale: float | None
-) -> list[Tensor]:
+def gradients(attend: Callable[..., Tensor], values: list[Tensor], grad: Tensor, scale: float | None) -> list[Tensor]:
     leaves = [x.detach().clone().requires_grad_() for x in values]
     out = attend(*leaves, scale)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))]

@@ -99,6 +99,9 @@ def _shrink(text: Any) -> None:
         if getattr(text, name, None):
             setattr(text, name, min(WINDOW, getattr(text, name)))
     _shrink_rope(text)
+    if getattr(text, "initializer_range", None):
+        # Queries and keys of unit size: attention that hardly prefers any token would hide what it should not see.
+        text.initializer_range = max(text.initializer_range, text.hidden_size**-0.5)
     if getattr(text, "intermediate_size", None):
         text.intermediate_size = min(64, text.intermediate_size)
     for name in ("attention_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop"):
