@@ -1,6 +1,6 @@
 """A tiny random model of every family that is tested: 2 to 4 layers, float32, every window shorter than the rows.
 
-`FAMILIES[name]()` is its config; `build(name)` the model that `AutoModelForCausalLM` makes of it.
+`EVERY[name]()` is its config; `build(name)` the model that `AutoModelForCausalLM` makes of it.
 """
 
 from __future__ import annotations
@@ -61,6 +61,15 @@ YARN: dict[str, Any] = {
     "beta_slow": 1.0,
 }
 STILL: dict[str, Any] = {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0}
+MULTIMODAL_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+VISION_BLOCKS: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": 8,
+}
 VISION: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -247,11 +256,124 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }
 
 
+# Fewer of the tests run on these.
+MORE: dict[str, Callable[[], Any]] = {
+    "olmo": lambda: hf.OlmoConfig(**shape()),
+    "arcee": lambda: hf.ArceeConfig(**shape()),
+    "helium": lambda: hf.HeliumConfig(**shape()),
+    "glm": lambda: hf.GlmConfig(**shape()),
+    "gpt-j": lambda: hf.GPTJConfig(vocab_size=300, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=256),
+    "gpt-neo": lambda: hf.GPTNeoConfig(
+        vocab_size=300,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+        window_size=8,
+        max_position_embeddings=256,
+        initializer_range=0.1,
+    ),
+    "dots1": lambda: hf.Dots1Config(**shape(GROUPED, MIXED, n_shared_experts=1)),
+    "ernie4.5": lambda: hf.Ernie4_5Config(**shape()),
+    "exaone-moe": lambda: hf.ExaoneMoeConfig(
+        **shape(MIXED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    ),
+    "flex-olmo": lambda: hf.FlexOlmoConfig(**shape(EXPERTS)),
+    "cohere2-moe": lambda: hf.Cohere2MoeConfig(**shape(MIXED, EXPERTS)),
+    "gemma3n": lambda: hf.Gemma3nTextConfig(
+        **shape(
+            MIXED,
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=300,
+            num_kv_shared_layers=0,
+            laurel_rank=4,
+            activation_sparsity_pattern=[0.0, 0.0],
+            intermediate_size=48,
+        )
+    ),
+    "gemma4": lambda: hf.Gemma4TextConfig(
+        **shape(MIXED, hidden_size_per_layer_input=8, vocab_size_per_layer_input=300, num_kv_shared_layers=0)
+    ),
+    "vaultgemma": lambda: hf.VaultGemmaConfig(**shape(MIXED)),
+    "granite-swa": lambda: hf.GraniteSWAConfig(**shape(MIXED)),
+    "granite-moe-shared": lambda: hf.GraniteMoeSharedConfig(**shape(LOCAL_EXPERTS, shared_intermediate_size=16)),
+    "mimo-v2-flash": lambda: hf.MiMoV2FlashConfig(**shape(MIXED, GROUPED)),
+    "bamba": lambda: hf.BambaConfig(
+        **shape(mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_chunk_size=16, attn_layer_indices=[1])
+    ),
+    "jamba": lambda: hf.JambaConfig(
+        **shape(
+            num_experts=4,
+            num_experts_per_tok=2,
+            mamba_d_state=8,
+            mamba_dt_rank=4,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            expert_layer_period=2,
+            expert_layer_offset=1,
+        )
+    ),
+    "minimax": lambda: hf.MiniMaxConfig(
+        **shape(LOCAL_EXPERTS, layer_types=["linear_attention", "full_attention"], block_size=16)
+    ),
+    "kimi-linear": lambda: hf.KimiLinearConfig(**shape(MLA)),
+    "lfm2-moe": lambda: hf.Lfm2MoeConfig(**shape(EXPERTS, layer_types=["conv", "full_attention"], num_dense_layers=1)),
+    "olmo-hybrid": lambda: hf.OlmoHybridConfig(**shape(DELTA)),
+    "falcon-mamba": lambda: hf.FalconMambaConfig(vocab_size=300, hidden_size=32, state_size=8, num_hidden_layers=2),
+    "nanochat": lambda: hf.NanoChatConfig(**shape()),
+    "gpt-bigcode": lambda: hf.GPTBigCodeConfig(
+        vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=256, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
+    ),
+    "mpt": lambda: hf.MptConfig(vocab_size=300, d_model=32, n_layers=2, n_heads=4, max_seq_len=256),
+    "persimmon": lambda: hf.PersimmonConfig(**shape()),
+    "diffllama": lambda: hf.DiffLlamaConfig(**shape()),
+    "jetmoe": lambda: hf.JetMoeConfig(
+        **shape(LOCAL_EXPERTS, kv_channels=8, num_key_value_heads=2, num_attention_heads=4)
+    ),
+    "glm4-moe-lite": lambda: hf.Glm4MoeLiteConfig(**shape(MLA, GROUPED)),
+    "longcat-flash": lambda: hf.LongcatFlashConfig(
+        **shape(
+            MLA,
+            ffn_hidden_size=48,
+            num_layers=2,
+            moe_topk=2,
+            n_routed_experts=4,
+            zero_expert_num=1,
+            expert_ffn_hidden_size=16,
+        )
+    ),
+    "solar-open": lambda: hf.SolarOpenConfig(**shape(GROUPED)),
+    "minicpm3": lambda: hf.MiniCPM3Config(**shape(MLA)),
+    "afmoe": lambda: hf.AfmoeConfig(
+        **shape(MIXED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, num_dense_layers=1)
+    ),
+    "bitnet": lambda: hf.BitNetConfig(**shape()),
+    "cwm": lambda: hf.CwmConfig(**shape(MIXED)),
+    "hyperclovax": lambda: hf.HyperCLOVAXConfig(**shape()),
+    "youtu": lambda: hf.YoutuConfig(**shape(MLA)),
+    "doge": lambda: hf.DogeConfig(**shape()),
+    "qwen2.5-vl": lambda: hf.Qwen2_5_VLConfig(
+        text_config=shape(rope_parameters=MULTIMODAL_ROPE | {"mrope_section": [1, 1, 2]}),
+        vision_config=VISION_BLOCKS | {"fullatt_block_indexes": [0]},
+    ),
+    "qwen3-vl": lambda: hf.Qwen3VLConfig(
+        text_config=shape(
+            head_dim=12,
+            rope_parameters=MULTIMODAL_ROPE | {"mrope_section": [2, 2, 2], "mrope_interleaved": True},
+            model_type="qwen3_vl_text",
+        ),
+        vision_config=VISION_BLOCKS | {"deepstack_visual_indexes": [0]},
+    ),
+}
+
+EVERY = FAMILIES | MORE
+
+
 def build(name: str, seed: int = 0) -> Any:
     """A random model; the global generators are left as they were."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        config = FAMILIES[name]()
+        config = EVERY[name]()
         model = auto_class(config).from_config(config)
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("linear_attn.A_log"):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import transformers
-from families import FAMILIES, build
+from families import EVERY, build
 
 import posttrain.model.attention as attention
 from posttrain.model.attention import forest_name
@@ -105,7 +105,8 @@ def _attention(model: Any, hidden_window: bool) -> Iterator[str]:
         yield "soft cap"
     if any(name.endswith("sinks") for name, _ in model.named_parameters()):
         yield "sinks"
-    if getattr(text, "v_head_dim", None) and text.v_head_dim != text.qk_nope_head_dim + text.qk_rope_head_dim:
+    parts = [getattr(text, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    if all(parts) and text.v_head_dim < sum(parts):
         yield "values smaller than keys"
     kinds = sorted({type(mixer).__name__ for mixer in mixers(model)})
     if kinds:
@@ -138,7 +139,7 @@ def page() -> str:
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
-        return INTRO + "\n".join(row(name) for name in FAMILIES) + "\n" + NOTES
+        return INTRO + "\n".join(row(name) for name in EVERY) + "\n" + NOTES
     finally:
         transformers.logging.set_verbosity(verbosity)
 

@@ -100,7 +100,7 @@ def forest_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     window = _window(module) if sliding_window == _UNSAID else sliding_window
-    return _attend(module, query, key, value, forest, dropout, scaling, window, **kwargs), None
+    return _attend(module, query, key, value, attention_mask, forest, dropout, scaling, window, **kwargs), None
 
 
 def forest_eager_attention(
@@ -133,6 +133,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    attention_mask: Tensor | None,
     forest: Segments,
     dropout: float,
     scaling: float | None,
@@ -143,8 +144,9 @@ def _attend(
     **kwargs: Any,
 ) -> Tensor:
     """[1, T, heads, D]"""
-    if position_bias is not None:
-        raise LayoutError("`layout='packed'`: this model's attention uses `position_bias`; set `layout='padded'`.")
+    for name, given in (("position_bias", position_bias), ("attention_mask", attention_mask)):
+        if given is not None:  # while a forest is active no mask is made, so this one is the layer's own
+            raise LayoutError(f"`layout='packed'`: this model's attention has a `{name}`; set `layout='padded'`.")
     if query.shape[0] != 1 or query.shape[2] != forest.end[-1] or not getattr(module, "is_causal", True):
         raise LayoutError(
             "`layout='packed'`: this model's attention is not causal over one row; set `layout='padded'`."
@@ -156,7 +158,7 @@ def _attend(
         value = F.pad(value, (0, query.shape[-1] - size))
     plain = softcap is None and s_aux is None
     if plain and _can_use_varlen(query, value, dropout):
-        return _varlen(query, key, value, forest, scaling, window)[..., :size]
+        return _varlen(query, key, value, forest, scaling, window)[..., :size].contiguous()
     lengths = [end - start for start, end in zip(forest.start, forest.end, strict=True)]
     queries, keys, values = (x.split(lengths, dim=2) for x in (query, key, value))
     outputs = []
@@ -168,7 +170,8 @@ def _attend(
             outputs.append(causal(queries[k], ks, vs, dropout, scaling, window))
         else:
             outputs.append(capped(queries[k], ks, vs, dropout, scaling, window, softcap, s_aux))
-    return torch.cat(outputs, dim=2).transpose(1, 2)[..., :size]
+    # Laid out as SDPA's callers expect it; some look at it as [1, T, heads · D] without a copy.
+    return torch.cat([x.transpose(1, 2)[..., :size] for x in outputs], dim=1)
 
 
 def _can_use_varlen(query: Tensor, value: Tensor, dropout: float) -> bool:
