@@ -34,6 +34,12 @@ def backbone(model: Any) -> Any:
     return getattr(model, "model", model) if body is model else body
 
 
+def text_model(model: Any) -> Any:
+    """The part that text goes through: the language model of a multimodal one."""
+    body = backbone(model)
+    return getattr(body, "language_model", body)
+
+
 def packed_hidden(model: Any, batch: TokenBatch, balance: bool = False) -> Hidden:
     """From one row of T tokens; more where rotary frequencies part the sequences."""
     groups = _groups(model, batch)

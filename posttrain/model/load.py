@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from posttrain.errors import ConfigError, ModelError
 from posttrain.model.adapters import check_trainable, is_adapted, wrap_adapter
-from posttrain.model.body import backbone
+from posttrain.model.body import backbone, text_model
 from posttrain.model.probe import choose_layout, take_forests
 from posttrain.model.scoring import Scoring, bind_head, head_spec
 from posttrain.parallel.device import native_bf16
@@ -184,8 +184,8 @@ def _dropout(model: Any) -> float:
 def _freeze_all_but_text(base: Any) -> None:
     """What a multimodal model has beside its language model never meets a row of text: no gradient, no optimizer
     state, and nothing for DDP to wait for."""
-    language = getattr(backbone(base), "language_model", None)
-    if language is None:
+    language = text_model(base)
+    if language is backbone(base):
         return
     read = {id(p) for part in (language, base.get_output_embeddings()) for p in part.parameters()}
     frozen = [p.requires_grad_(False) for p in base.parameters() if p.requires_grad and id(p) not in read]

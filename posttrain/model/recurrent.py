@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from posttrain.errors import LayoutError
 from posttrain.model.attention import is_forest_active
+from posttrain.model.body import text_model
 from posttrain.types import Segments
 
 PADDING = 0.25
@@ -33,9 +34,9 @@ class Calls:
     forest = 0
 
 
-def mixers(model: nn.Module) -> list[nn.Module]:
+def mixers(model: PreTrainedModel) -> list[nn.Module]:
     """Layers that mix tokens along the row. All of today's hold a causal convolution of their own."""
-    return [m for m in model.modules() if any(isinstance(child, nn.Conv1d) for child in m.children())]
+    return [m for m in text_model(model).modules() if any(isinstance(child, nn.Conv1d) for child in m.children())]
 
 
 def bind_mixers(model: PreTrainedModel) -> None:
