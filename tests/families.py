@@ -316,7 +316,6 @@ MORE: dict[str, Callable[[], Any]] = {
     "minimax": lambda: hf.MiniMaxConfig(
         **shape(LOCAL_EXPERTS, layer_types=["linear_attention", "full_attention"], block_size=16)
     ),
-    "kimi-linear": lambda: hf.KimiLinearConfig(**shape(MLA)),
     "lfm2-moe": lambda: hf.Lfm2MoeConfig(**shape(EXPERTS, layer_types=["conv", "full_attention"], num_dense_layers=1)),
     "olmo-hybrid": lambda: hf.OlmoHybridConfig(**shape(DELTA)),
     "falcon-mamba": lambda: hf.FalconMambaConfig(vocab_size=300, hidden_size=32, state_size=8, num_hidden_layers=2),
@@ -361,6 +360,23 @@ MORE: dict[str, Callable[[], Any]] = {
             head_dim=12,
             rope_parameters=MULTIMODAL_ROPE | {"mrope_section": [2, 2, 2], "mrope_interleaved": True},
             model_type="qwen3_vl_text",
+        ),
+        vision_config=VISION_BLOCKS | {"deepstack_visual_indexes": [0]},
+    ),
+}
+
+# What `AutoModelForCausalLM` makes of a multimodal checkpoint of these is its text model.
+MORE |= {
+    "qwen3.5-checkpoint": lambda: hf.Qwen3_5Config(text_config=shape(DELTA), vision_config=VISION_BLOCKS),
+    "qwen3.5-moe-checkpoint": lambda: hf.Qwen3_5MoeConfig(
+        text_config=shape(DELTA, EXPERTS, SHARED_EXPERT), vision_config=VISION_BLOCKS
+    ),
+    "qwen3-vl-moe": lambda: hf.Qwen3VLMoeConfig(
+        text_config=shape(
+            EXPERTS,
+            head_dim=12,
+            rope_parameters=MULTIMODAL_ROPE | {"mrope_section": [2, 2, 2], "mrope_interleaved": True},
+            model_type="qwen3_vl_moe_text",
         ),
         vision_config=VISION_BLOCKS | {"deepstack_visual_indexes": [0]},
     ),

@@ -108,6 +108,15 @@ def test_padded_is_as_good(family):
     assert_equals_separate_rows(prepared(family, layout="padded").model.train(), family)
 
 
+@pytest.mark.parametrize("family", ["gemma3-multimodal", "mistral3", "qwen3.5-moe", "gpt-oss"])
+def test_loaded_by_name(family, tmp_path):
+    """From a checkpoint, as a user does."""
+    build(family).save_pretrained(tmp_path)
+    found = prepare_model(str(tmp_path), LoadOptions())
+    assert found.layout == "packed"
+    assert_equals_separate_rows(found.model.train(), family)
+
+
 def test_attention_asked_for_by_name_is_kept(tmp_path):
     build("gemma2").save_pretrained(tmp_path)
     asked = LoadOptions(init_kwargs={"attn_implementation": "eager"})

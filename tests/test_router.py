@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, build
+from families import EVERY, build
 from forests import close, forest, sequences
 from laws.runs import Run, run, same, sft
 from pool import POOL
@@ -17,7 +17,7 @@ from posttrain.model.load import LoadOptions, prepare_model
 from posttrain.model.router import balance_coefficient, balance_losses, experts_per_token
 from posttrain.types import ScoreRequest
 
-BALANCED = [name for name in FAMILIES if experts_per_token(build(name)) is not None]
+BALANCED = [name for name in EVERY if experts_per_token(build(name)) is not None]
 UNBALANCED = ["deepseek-v3", "glm4-moe", "hunyuan-moe", "llama-4"]
 
 

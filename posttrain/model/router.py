@@ -5,6 +5,7 @@ Letters: T tokens, E experts, K segments, S sequences.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -14,15 +15,19 @@ from torch import Tensor
 
 from posttrain.parallel.ranks import say
 
+_FORMULA = ("gate_logits", "num_experts", "top_k", "attention_mask")
+
 
 def experts_per_token(model: Any) -> int | None:
     """How many experts a token goes to, for a family whose own training has a balance loss; else None.
 
     Dense models have none, and neither have families balanced by a bias on the router (DeepSeek-V3, GLM-4-MoE).
     """
-    if "load_balancing_loss_func" not in vars(sys.modules[type(model).__module__]):
+    own = vars(sys.modules[type(model).__module__]).get("load_balancing_loss_func")
+    if own is None or tuple(inspect.signature(own).parameters) != _FORMULA:  # Doge has another formula
         return None
-    return getattr(model, "num_experts_per_tok", None)
+    named = (model, model.config.get_text_config())  # a multimodal model names it in its text's config alone
+    return next((found for each in named if (found := getattr(each, "num_experts_per_tok", None))), None)
 
 
 def balance_coefficient(model: Any, wanted: float) -> float:
