@@ -15,6 +15,7 @@ _ROOMS = {
     "posttrain.data.packing": ["pack_dataset"],
     "posttrain.model.config": ["ModelConfig"],
     "posttrain.model.adapters": ["get_peft_config", "get_quantization_config"],
+    "posttrain.model.tokens": ["clone_chat_template"],
     "posttrain.trainer.sft": ["SFTConfig", "SFTTrainer"],
     "posttrain.trainer.callbacks": ["RichProgressCallback"],
     "posttrain.cli.parse": ["TrlParser"],
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from posttrain.data.packing import pack_dataset
     from posttrain.model.adapters import get_peft_config, get_quantization_config
     from posttrain.model.config import ModelConfig
+    from posttrain.model.tokens import clone_chat_template
     from posttrain.trainer.callbacks import RichProgressCallback
     from posttrain.trainer.sft import SFTConfig, SFTTrainer
 

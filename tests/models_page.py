@@ -16,11 +16,11 @@ from families import EVERY, build
 
 import posttrain.model.attention as attention
 from posttrain.model.attention import forest_name
+from posttrain.model.head import head_spec
 from posttrain.model.probe import choose_layout
 from posttrain.model.recurrent import mixers
 from posttrain.model.rope import varying_rope
 from posttrain.model.router import experts_per_token
-from posttrain.model.scoring import head_spec
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 

@@ -287,10 +287,15 @@ def test_truncated_weights(saved):
         build(model=str(saved))
 
 
-def test_an_adapter_folder_for_a_model(tmp_path):
-    get_peft_model(tiny_model("qwen3"), LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
-    with Raises(ModelError, "adapter", "AutoPeftModelForCausalLM|merge"):
-        build(model=str(tmp_path))
+def test_an_adapter_folder_without_its_base(tmp_path):
+    adapter = get_peft_model(tiny_model("qwen3"), LoraConfig(target_modules=["q_proj"]))
+    adapter.save_pretrained(tmp_path / "nameless")
+    with Raises(ModelError, "adapter", "base_model_name_or_path"):
+        build(model=str(tmp_path / "nameless"))
+    adapter.active_peft_config.base_model_name_or_path = str(tmp_path / "moved")
+    adapter.save_pretrained(tmp_path / "adapter")
+    with Raises(ModelError, "base_model_name_or_path", "moved"):
+        build(model=str(tmp_path / "adapter"))
 
 
 def test_something_else_for_a_model():

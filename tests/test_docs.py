@@ -26,7 +26,8 @@ from posttrain.cli.parse import index, parse, read_command_line, refuse_unknown
 from posttrain.cli.schema import Option, stored
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", *(f"docs/{name}.md" for name in ("quickstart", "sft", "models", "loop", "design", "extending"))]
+PAGES = ["quickstart", "sft", "models", "loop", "design", "extending", "adapters"]
+PAGES = ["README.md", *(f"docs/{name}.md" for name in PAGES)]
 UPDATE_FLAG = "POSTTRAIN_UPDATE_DOCS"
 UPDATE = os.environ.get(UPDATE_FLAG, "0") not in ("", "0")
 HUB_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -165,16 +166,17 @@ def test_the_readme_shows_the_two_commands():
 
 
 def commands() -> list[str]:
-    """Every `posttrain sft …` of the pages, as it would be typed."""
+    """Every `posttrain sft …` and `posttrain merge …` of the pages, as it would be typed."""
     lines = [line for b in blocks("") for line in b.code.replace("\\\n", " ").splitlines()]
-    return [line for line in lines if re.search(r"(?:posttrain|posttrain\.cli) sft ", line)]
+    return [line for line in lines if re.search(r"(?:posttrain|posttrain\.cli) (?:sft|merge) ", line)]
 
 
 @pytest.mark.parametrize("line", commands())
 def test_commands_have_flags_that_exist(line: str):
     tokens = shlex.split(line, comments=True)
-    known = index(stored("sft"))
-    given = read_command_line(tokens[tokens.index("sft") + 1 :], known)
+    name = next(token for token in tokens if token in ("sft", "merge"))
+    known = index(stored(name))
+    given = read_command_line(tokens[tokens.index(name) + 1 :], known)
     refuse_unknown(given.unknown, known)
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from posttrain.data.forest import build_forest
 from posttrain.errors import LayoutError
 from posttrain.model.attention import FOREST
+from posttrain.model.head import head_spec
 from posttrain.model.load import LoadOptions, prepare_model
 from posttrain.model.probe import choose_layout, take_forests
-from posttrain.model.scoring import Scoring, bind_head, head_spec
+from posttrain.model.scoring import Scoring, bind_head
 from posttrain.types import Row, ScoreRequest, TokenBatch
 
 PACKED = ["mistral", "cohere", "granite"]

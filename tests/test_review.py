@@ -5,7 +5,7 @@ import pytest
 import torch
 from data_fixtures import byte_tokenizer
 from datasets import Dataset
-from peft import LoraConfig, PromptTuningConfig
+from peft import PromptTuningConfig
 from tiny import tiny_model, token_rows
 
 from posttrain import SFTConfig, SFTTrainer
@@ -47,15 +47,21 @@ def test_rope_that_follows_the_longest_row_does_not_depend_on_the_batch(tmp_path
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
-def test_a_head_with_a_forward_of_its_own_is_refused(tmp_path):
+def test_a_head_with_a_forward_of_its_own_is_scored_by_it(tmp_path):
     class Tripled(torch.nn.Linear):
         def forward(self, x):
             return super().forward(x) * 3
 
     model = tiny_model()
     model.lm_head = Tripled(32, 300, bias=False)
-    with pytest.raises(ModelError, match="Tripled"):
-        trainer(tmp_path, model)
+    built = trainer(tmp_path, model, bf16=False)
+    rows = Dataset.from_list([{"input_ids": list(range(3, 23)), "labels": list(range(3, 23))}])
+    ids = torch.tensor(rows["input_ids"][:])
+    want = model.eval()(input_ids=ids, labels=ids).loss.item()
+    assert built.evaluate(rows)["eval_loss"] == pytest.approx(want, abs=1e-5)
+    before = model.lm_head.weight.detach().clone()
+    built.train()
+    assert not torch.equal(before, model.lm_head.weight)
 
 
 def test_prompt_learning_is_refused_by_name(tmp_path):
@@ -105,8 +111,3 @@ def test_predictions_come_in_the_order_of_the_rows(tmp_path):
 def test_half_precision_objects_are_announced(tmp_path, capsys):
     trainer(tmp_path, tiny_model().to(torch.bfloat16))
     assert "float32 master" in capsys.readouterr().err
-
-
-def test_lora_on_the_head_names_the_fields(tmp_path):
-    with pytest.raises(ModelError, match="lora_target_modules"):
-        trainer(tmp_path, peft_config=LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM"))

@@ -1,4 +1,4 @@
-"""The commands that train: adding one is adding a row."""
+"""The commands that take fields: adding one is adding a row."""
 
 from __future__ import annotations
 
@@ -22,4 +22,7 @@ _COMMON = (
 
 COMMANDS = {
     "sft": Command("Supervised fine-tuning.", (*_COMMON, "posttrain.trainer.sft:SFTConfig"), "posttrain.cli.run:sft"),
+    "merge": Command(
+        "Merge an adapter into its base.", ("posttrain.model.config:MergeConfig",), "posttrain.cli.merge:merge"
+    ),
 }

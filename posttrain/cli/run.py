@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.cli.parse import Values, construct
@@ -31,7 +32,8 @@ def sft(values: Values) -> None:
     mixture: DatasetMixtureConfig = construct(DatasetMixtureConfig, values["DatasetMixtureConfig"])
     args: Any = construct(SFTConfig, values["SFTConfig"])
     args.model_init_kwargs = model_init_kwargs(model, args)
-    peft_config, quantization_config = get_peft_config(model), get_quantization_config(model)
+    peft_config = None if goes_on(model, values["ModelConfig"]) else get_peft_config(model)
+    quantization_config = get_quantization_config(model)
     train, evaluation = load_data(script, mixture, wants_eval=args.do_eval or args.eval_on_start)
     trainer: Any = SFTTrainer(
         model=model.model_name_or_path,
@@ -93,12 +95,18 @@ def _check_sources(script: dict[str, Any], mixture: dict[str, Any]) -> None:
 
 
 def _check_adapter(model: dict[str, Any]) -> None:
-    given = [name for name in model if name.startswith("lora_") or name in ("use_rslora", "use_dora")]
+    given = _adapter_fields(model)
     if given and "use_peft" not in model:
         raise ConfigError(f"`{given[0]}` is set but `use_peft` is not; set `use_peft` to train an adapter.")
+    folder = Path(str(model["model_name_or_path"])).expanduser()
+    adapter = (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
     for name in _QUANTIZED:
-        if model.get(name) and not model.get("use_peft"):
+        if model.get(name) and not model.get("use_peft") and not adapter:
             raise ConfigError(f"`{name}` is on, and quantized weights cannot be trained; set `use_peft` too.")
+
+
+def _adapter_fields(model: dict[str, Any]) -> list[str]:
+    return [name for name in model if name.startswith("lora_") or name in ("use_rslora", "use_dora")]
 
 
 def resume_folder(config: dict[str, Any]) -> str | None:
@@ -109,6 +117,13 @@ def resume_folder(config: dict[str, Any]) -> str | None:
 
 
 # After
+
+
+def goes_on(model: ModelConfig, given: dict[str, Any]) -> bool:
+    """Whether the model named is an adapter, and nothing says what a fresh one should be: then that one is trained."""
+    from posttrain.model.saved import find_adapter
+
+    return not _adapter_fields(given) and find_adapter(model.model_name_or_path, model.model_revision) is not None
 
 
 def model_init_kwargs(model: ModelConfig, args: Any) -> dict[str, Any]:

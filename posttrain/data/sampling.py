@@ -194,8 +194,8 @@ def refuse_unknown_ids(low: int, high: int, vocabulary: int, where: str = "") ->
     if low < 0 or high >= vocabulary:
         raise DataError(
             f"{where}`input_ids` hold {low if low < 0 else high}, and the model has {vocabulary} embeddings "
-            f"(0 … {vocabulary - 1}); give `processing_class` the tokenizer that belongs to the model, or resize its "
-            "embeddings."
+            f"(0 … {vocabulary - 1}); give `processing_class` the tokenizer that belongs to the model, or make "
+            "room for new tokens first: `model.resize_token_embeddings(len(tokenizer))`, or `clone_chat_template`."
         )
 
 

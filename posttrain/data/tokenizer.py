@@ -28,22 +28,40 @@ def set_up_tokenizer(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if chat_template_path is not None:
-        tokenizer.chat_template = _read_template(chat_template_path)
+        _take_template(tokenizer, chat_template_path, keep_eos=eos_token is not None)
     return tokenizer
 
 
-def _read_template(source: str) -> str:
+def _take_template(tokenizer: Any, source: str, keep_eos: bool) -> None:
+    """From a Jinja file, or from another tokenizer with the tokens it adds and its end of a turn."""
     path = Path(source).expanduser()
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        tokenizer.chat_template = path.read_text(encoding="utf-8")
+        return
     from transformers import AutoTokenizer
 
     try:
-        template = AutoTokenizer.from_pretrained(source).chat_template
+        other = AutoTokenizer.from_pretrained(source)
     except Exception as error:
         raise ConfigError(
             f"`chat_template_path` is {source!r}: neither a Jinja file nor a model with a tokenizer."
         ) from error
-    if not template:
+    if not other.chat_template:
         raise ConfigError(f"`chat_template_path` is {source!r}, whose tokenizer has no chat template.")
-    return template
+    take_tokens(tokenizer, other)
+    tokenizer.chat_template = other.chat_template
+    if other.eos_token is not None and not keep_eos:
+        tokenizer.eos_token = other.eos_token
+
+
+def take_tokens(tokenizer: Any, other: Any) -> None:
+    """Add the tokens that another tokenizer has added to its vocabulary and this one lacks, in their order."""
+    known = tokenizer.get_vocab()
+    for _, token in sorted(other.added_tokens_decoder.items()):
+        if str(token) not in known:
+            tokenizer.add_tokens([token], special_tokens=token.special)
+
+
+def new_tokens(before: Any, after: Any) -> list[int]:
+    """Ids that a tokenizer has and the one it was made from had not."""
+    return sorted(set(after.get_vocab().values()) - set(before.get_vocab().values()))

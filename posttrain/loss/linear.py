@@ -9,27 +9,17 @@ dW = dzᵀ h are formed while the chunk's logits are at hand: three V×H product
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from posttrain.types import ScoreRequest, TokenObjective, TokenScores
-
-
-@dataclass(frozen=True)
-class HeadSpec:
-    """What follows the product, and how much memory the head may take: logits of a chunk and the weight gradient.
-
-    e.g. HeadSpec(scale=0.0625) for a Cohere model, HeadSpec(softcap=30.0) for Gemma 2
-    """
-
-    scale: float = 1.0
-    softcap: float | None = None
-    chunk_tokens: int | None = None
-    memory_bytes: int = 1 << 30
+from posttrain.loss.projection import Operands, Projection, scaled
+from posttrain.loss.softmax import HeadSpec, chunks, empty_scores, final_logits, logit_gradient, score_chunk, slope
+from posttrain.types import ScoreRequest, TokenScores
 
 
 @dataclass(frozen=True)
@@ -40,10 +30,19 @@ class _Plan:
     request: ScoreRequest
     dtype: torch.dtype  # of the products
     chunk: int
-    hidden_grad: bool
-    weight_grad: bool
-    bias_grad: bool
+    wanted: tuple[bool, ...]  # which operands need a gradient
     early: bool  # the weight gradient is formed in the forward pass, and lives through the body's backward
+
+    def gradient(self, logits: Tensor, targets: Tensor, slopes: Tensor) -> Tensor:
+        return logit_gradient(logits, targets, slopes, self.spec, self.request.temperature)
+
+    @property
+    def first(self) -> tuple[bool, ...]:
+        """Which gradients are formed in the forward pass: all, but for a weight's that would break the budget."""
+        return tuple(want and (self.early or i != _WEIGHT) for i, want in enumerate(self.wanted))
+
+
+_WEIGHT = 1  # among the operands
 
 
 def linear_scores(
@@ -55,26 +54,34 @@ def linear_scores(
     `logps` carries it, and the chunk's logits are kept for the backward pass when they fit in `spec.memory_bytes`,
     else computed again. Products run in the autocast dtype, or the weight's; the softmax in fp32.
     """
-    grad = torch.is_grad_enabled()
-    weight_grad = grad and weight.requires_grad
-    early = weight_grad and request.objective is not None and 4 * weight.numel() <= spec.memory_bytes * 3 // 4
+    return head_scores(Operands(hidden, weight, bias), targets, spec, request)
+
+
+def head_scores(given: Operands, targets: Tensor, spec: HeadSpec, request: ScoreRequest) -> TokenScores:
+    """As `linear_scores`, for a weight that adapters add to: see `Operands`."""
+    weight, wanted = given.weight, given.wanted()
+    early = wanted[_WEIGHT] and request.objective is not None and 4 * weight.numel() <= spec.memory_bytes * 3 // 4
     plan = _Plan(
         spec=spec,
         request=request,
         dtype=product_dtype(weight),
         chunk=spec.chunk_tokens or _chunk_tokens(weight, spec.memory_bytes - 4 * weight.numel() * early),
-        hidden_grad=grad and hidden.requires_grad,
-        weight_grad=weight_grad,
-        bias_grad=grad and bias is not None and bias.requires_grad,
+        wanted=wanted,
         early=early,
     )
     function = _Deferred if request.objective is None else _Planned
-    with torch.autocast(hidden.device.type, enabled=False):
-        first, *rest = function.apply(hidden, weight, bias, targets, plan)  # pyright: ignore[reportGeneralTypeIssues]
-    logps, entropy, top1, mean_logit = rest if request.objective is not None else (first, *rest)
+    with torch.autocast(weight.device.type, enabled=False):
+        found: Any = function.apply(plan, targets, *given.tensors())
+    total, scores = (None, found) if request.objective is None else (found[0], found[1:])
+    return _answer(request, total, *scores)
+
+
+def _answer(
+    request: ScoreRequest, total: Tensor | None, logps: Tensor, entropy: Tensor, top1: Tensor, mean_logit: Tensor
+) -> TokenScores:
     return TokenScores(
         logps=logps,
-        total=first if request.objective is not None else None,
+        total=total,
         entropy=entropy if request.entropy else None,
         top1=top1 if request.top1 else None,
         mean_logit=mean_logit if request.mean_logit else None,
@@ -94,10 +101,6 @@ CPU_CHUNK_BYTES = 48 << 20
 """Logits a CPU projects at once: products of more rows are no faster there."""
 
 
-WEIGHT_BLOCK_BYTES = 2 << 20
-"""Rows of the weight gradient whose summand is formed at once, in fp32: products of more rows are no faster."""
-
-
 def _chunk_tokens(weight: Tensor, memory_bytes: int) -> int:
     """Read-outs whose logits fit in the budget; off the CPU, where the softmax is not blocked, with two fp32 copies."""
     each = product_dtype(weight).itemsize * weight.shape[0]
@@ -106,52 +109,45 @@ def _chunk_tokens(weight: Tensor, memory_bytes: int) -> int:
     return max(16, memory_bytes // (each + 8 * weight.shape[0]))
 
 
-def _chunks(total: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, total)) for start in range(0, total, size))
-
-
 class _Planned(torch.autograd.Function):
     """Objective known: gradients formed in the forward pass."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: _Plan) -> Any:
-        objective = plan.request.objective
+    def forward(ctx: Any, plan: _Plan, targets: Tensor, *tensors: Tensor | None) -> Any:
+        given, objective = Operands(*tensors), plan.request.objective  # pyright: ignore[reportArgumentType]
         assert objective is not None
-        N = hidden.shape[0]
-        w = weight.to(plan.dtype)
-        scores = _empty_scores(N, hidden.device)
-        total = torch.zeros((), device=hidden.device)
-        grads = _Gradients(hidden, weight, w, plan.hidden_grad, plan.early, plan.bias_grad)
-        slopes = torch.empty(N, device=hidden.device)
-        for part in _chunks(N, plan.chunk):
-            h = hidden[part].to(plan.dtype)
-            logits = _logits(h, w, bias)
-            _score_chunk(logits, targets[part], plan, part, scores)
-            loss, slopes[part] = _slope(objective, scores[0][part], part)
+        N, device = given.hidden.shape[0], given.hidden.device
+        scores, slopes, total = empty_scores(N, device), torch.empty(N, device=device), torch.zeros((), device=device)
+        projection = Projection(given, plan.dtype, plan.first)
+        for part in chunks(N, plan.chunk):
+            logits = projection.logits(part)
+            score_chunk(logits, targets[part], plan.spec, plan.request, part, scores)
+            loss, slopes[part] = slope(objective, scores[0][part], part)
             total += loss
-            if plan.hidden_grad or plan.early or plan.bias_grad:
-                grads.add(part, h, _logit_gradient(logits, targets[part], slopes[part], plan))
-        late = plan.weight_grad and not plan.early
-        ctx.plan, ctx.late = plan, late
-        ctx.save_for_backward(
-            grads.hidden, grads.weight, grads.bias, *((hidden, weight, bias, targets, slopes) if late else (None,) * 5)
-        )
-        ctx.weight_dtype, ctx.bias_dtype = weight.dtype, bias.dtype if bias is not None else None
+            if any(plan.first):
+                projection.add(part, plan.gradient(logits, targets[part], slopes[part]))
+        gradients = projection.gradients()
+        ctx.plan, ctx.late = plan, plan.wanted[_WEIGHT] and not plan.early
+        ctx.dtypes = [None if x is None else x.dtype for x in tensors]
+        ctx.save_for_backward(*gradients, *((slopes, targets, *tensors) if ctx.late else ()))
         ctx.mark_non_differentiable(*scores)
         return total, *scores
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
-        d_hidden, d_weight, d_bias, hidden, weight, bias, targets, slopes = ctx.saved_tensors
+        count = len(ctx.dtypes)
+        gradients, late = list(ctx.saved_tensors[:count]), ctx.saved_tensors[count:]
         if ctx.late:
-            d_weight = _weight_gradient(hidden, weight, bias, targets, slopes, ctx.plan)
-        return (
-            None if d_hidden is None else (d_hidden.float() * grad).to(d_hidden.dtype),
-            None if d_weight is None else _scaled(d_weight, grad, ctx.weight_dtype),
-            None if d_bias is None else (d_bias * grad).to(ctx.bias_dtype),
-            None,
-            None,
-        )
+            gradients[_WEIGHT] = _weight_gradient(ctx.plan, *late)
+        return None, None, *(scaled(g, grad, dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True))
+
+
+def _weight_gradient(plan: _Plan, slopes: Tensor, targets: Tensor, *tensors: Any) -> Tensor | None:
+    """dW [V, H] formed in the backward pass, when keeping it through the body's backward would break the budget."""
+    projection = Projection(Operands(*tensors), plan.dtype, tuple(i == _WEIGHT for i in range(len(tensors))))
+    for part in chunks(slopes.shape[0], plan.chunk):
+        projection.add(part, plan.gradient(projection.logits(part), targets[part], slopes[part]))
+    return projection.gradients()[_WEIGHT]
 
 
 class _Deferred(torch.autograd.Function):
@@ -159,172 +155,72 @@ class _Deferred(torch.autograd.Function):
     recomputed."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: _Plan) -> Any:
-        N, V = hidden.shape[0], weight.shape[0]
-        w = weight.to(plan.dtype)
-        scores = _empty_scores(N, hidden.device)
-        any_grad = plan.hidden_grad or plan.weight_grad or plan.bias_grad
-        keep = any_grad and N * V * plan.dtype.itemsize <= plan.spec.memory_bytes
+    def forward(ctx: Any, plan: _Plan, targets: Tensor, *tensors: Tensor | None) -> Any:
+        given = Operands(*tensors)  # pyright: ignore[reportArgumentType]
+        N, V = given.hidden.shape[0], given.weight.shape[0]
+        scores = empty_scores(N, given.hidden.device)
+        projection = Projection(given, plan.dtype, (False,) * len(tensors))
+        keep = any(plan.wanted) and N * V * plan.dtype.itemsize <= plan.spec.memory_bytes
         kept = []
-        for part in _chunks(N, plan.chunk):
-            logits = _logits(hidden[part].to(plan.dtype), w, bias)
-            _score_chunk(logits, targets[part], plan, part, scores)
+        for part in chunks(N, plan.chunk):
+            logits = projection.logits(part)
+            score_chunk(logits, targets[part], plan.spec, plan.request, part, scores)
             if keep:
                 kept.append(logits)
-        if any_grad:
-            ctx.save_for_backward(hidden, weight, bias, targets)
+        if any(plan.wanted):
+            ctx.save_for_backward(targets, *tensors)
         ctx.plan, ctx.kept = plan, kept
         ctx.mark_non_differentiable(*scores[1:])
         return scores
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
-        hidden, weight, bias, targets = ctx.saved_tensors
+        targets, *tensors = ctx.saved_tensors
         plan: _Plan = ctx.plan
-        w = weight.to(plan.dtype)
-        grads = _Gradients(hidden, weight, w, plan.hidden_grad, plan.weight_grad, plan.bias_grad)
-        for i, part in enumerate(_chunks(hidden.shape[0], plan.chunk)):
-            h = hidden[part].to(plan.dtype)
-            logits = ctx.kept[i].clone() if ctx.kept else _logits(h, w, bias)
-            grads.add(part, h, _logit_gradient(logits, targets[part], grad[part], plan))
-        return (
-            grads.hidden,
-            None if grads.weight is None else grads.weight.to(weight.dtype),
-            None if grads.bias is None or bias is None else grads.bias.to(bias.dtype),
-            None,
-            None,
-        )
+        projection = Projection(Operands(*tensors), plan.dtype, plan.wanted)
+        for i, part in enumerate(chunks(grad.shape[0], plan.chunk)):
+            logits = ctx.kept[i].clone() if ctx.kept else projection.logits(part)
+            projection.add(part, plan.gradient(logits, targets[part], grad[part]))
+        gradients = projection.gradients()
+        return None, None, *(None if g is None else g.to(x.dtype) for g, x in zip(gradients, tensors, strict=True))
 
 
-class _Gradients:
-    """Gradients of the hidden states [N, H], the weight [V, H] and the bias [V], those that are wanted, added up chunk
-    by chunk from the gradient of each chunk's logits."""
-
-    def __init__(self, hidden: Tensor, weight: Tensor, w: Tensor, of_hidden: bool, of_weight: bool, of_bias: bool):
-        self._like, self._w, self._of_weight = weight, w, of_weight
-        self.hidden = torch.empty_like(hidden) if of_hidden else None
-        self.bias = torch.zeros(weight.shape[0], device=hidden.device) if of_bias else None
-        self._weight: Tensor | None = None
-
-    def add(self, part: slice, h: Tensor, d_logits: Tensor) -> None:
-        if self.hidden is not None:
-            self.hidden[part] = (d_logits @ self._w).to(self.hidden.dtype)
-        if self._of_weight:
-            self._weight = _accumulate_product(self._weight, d_logits, h)
-        if self.bias is not None:
-            self.bias += d_logits.sum(0, dtype=torch.float32)
-
-    @property
-    def weight(self) -> Tensor | None:
-        """None when it is not wanted; 0 when there was no chunk."""
-        return torch.zeros_like(self._like) if self._of_weight and self._weight is None else self._weight
+# ---- any other head --------------------------------------------------------------------------------------------------
 
 
-def _weight_gradient(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, slopes: Tensor, plan: _Plan
-) -> Tensor | None:
-    """dW [V, H] formed in the backward pass, when keeping it through the body's backward would break the budget."""
-    w = weight.to(plan.dtype)
-    grads = _Gradients(hidden, weight, w, of_hidden=False, of_weight=True, of_bias=False)
-    for part in _chunks(hidden.shape[0], plan.chunk):
-        h = hidden[part].to(plan.dtype)
-        grads.add(part, h, _logit_gradient(_logits(h, w, bias), targets[part], slopes[part], plan))
-    return grads.weight
+def module_scores(
+    project: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    targets: Tensor,
+    vocabulary: int,
+    spec: HeadSpec,
+    request: ScoreRequest,
+) -> TokenScores:
+    """The same answers for a head of which only its forward is known: hidden [n, H] → raw logits [n, V].
 
+    Autograd differentiates `project`, chunk by chunk. A chunk's logits live for its forward and, projected again, for
+    its backward: one product more than where the operands are known.
+    """
+    grad = torch.is_grad_enabled()
+    each = 16 * vocabulary  # the logits in the products' dtype, in fp32, their softmax and its gradient
+    size = spec.chunk_tokens or max(16, min(spec.memory_bytes, 4 * CPU_CHUNK_BYTES) // each)
 
-def _empty_scores(N: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """logps, entropy, top1, mean_logit; [N] each."""
-    logps, entropy, top1, mean_logit = torch.empty(4, N, device=device).unbind(0)
-    return logps.clone(), entropy.clone(), top1.clone(), mean_logit.clone()
+    def score(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        logits = project(h)
+        rest = empty_scores(h.shape[0], h.device)
+        with torch.no_grad():
+            score_chunk(logits, t, spec, request, slice(None), rest)
+        z = final_logits(logits, spec, request.temperature)
+        return z.gather(1, t[:, None]).squeeze(1) - torch.logsumexp(z, -1), *rest[1:]
 
+    def run(*args: Tensor) -> Any:
+        return checkpoint(score, *args, use_reentrant=False) if grad else score(*args)
 
-def _logits(h: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    """[n, V] in the product dtype, before scale and soft cap."""
-    return h @ w.t() if bias is None else torch.addmm(bias.to(h.dtype), h, w.t())
-
-
-def _accumulate_product(d_weight: Tensor | None, d_logits: Tensor, h: Tensor) -> Tensor:
-    """d_weight + d_logitsᵀ h [V, H]. Chunks are summed in fp32; one chunk alone stays in the product dtype."""
-    if d_weight is None:
-        return d_logits.t() @ h
-    if d_logits.dtype == torch.float32:
-        return d_weight.addmm_(d_logits.t(), h)
-    d_weight = d_weight.float()
-    for rows in _weight_blocks(d_weight):
-        d_weight[rows] += d_logits[:, rows].t() @ h
-    return d_weight
-
-
-def _scaled(d_weight: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """d_weight · grad [V, H], in blocks: no second copy in fp32 at the moment when the first one and the gradient
-    are both alive."""
-    out = torch.empty_like(d_weight, dtype=dtype)
-    for rows in _weight_blocks(d_weight):
-        out[rows] = d_weight[rows] * grad
-    return out
-
-
-def _weight_blocks(weight: Tensor) -> Iterator[slice]:
-    """Rows of a [V, H] matrix, WEIGHT_BLOCK_BYTES in fp32 at once; 128 times that off the CPU."""
-    block = WEIGHT_BLOCK_BYTES if weight.device.type == "cpu" else 128 * WEIGHT_BLOCK_BYTES
-    return _chunks(weight.shape[0], max(1, block // (4 * weight.shape[1])))
-
-
-def _slope(objective: TokenObjective, logps: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-    """Sum of the objective over a chunk, and its derivative at each log-probability [n]."""
-    with torch.enable_grad():
-        leaf = logps.detach().requires_grad_()
-        loss = objective(leaf, part).sum()
-        (slope,) = torch.autograd.grad(loss, leaf)
-    return loss.detach(), slope
-
-
-def _row_blocks(logits: Tensor) -> Iterator[slice]:
-    """Blocks of rows for the elementwise part: on a CPU small enough to stay in cache, elsewhere the whole chunk."""
-    rows = logits.shape[0]
-    if logits.device.type != "cpu":
-        return _chunks(rows, max(rows, 1))
-    return _chunks(rows, max(1, (2 << 20) // (4 * logits.shape[1])))
-
-
-def _final_logits(block: Tensor, plan: _Plan) -> Tensor:
-    """Raw logits [b, V] → fp32 logits after scale, soft cap and temperature."""
-    z = block.float()
-    if plan.spec.scale != 1.0:
-        z = z * plan.spec.scale
-    if plan.spec.softcap is not None:
-        z = torch.tanh(z / plan.spec.softcap) * plan.spec.softcap
-    return z if plan.request.temperature == 1.0 else z / plan.request.temperature
-
-
-def _score_chunk(logits: Tensor, targets: Tensor, plan: _Plan, part: slice, scores: tuple[Tensor, ...]) -> None:
-    """Fill the scores of one chunk from its raw logits [n, V]."""
-    logps, entropy, top1, mean_logit = (s[part] for s in scores)
-    for rows in _row_blocks(logits):
-        z = _final_logits(logits[rows], plan)
-        at_target = z.gather(1, targets[rows, None]).squeeze(1)
-        log_norm = torch.logsumexp(z, -1)
-        logps[rows] = at_target - log_norm
-        if plan.request.top1:
-            top1[rows] = (at_target >= z.amax(-1)).float()
-        if plan.request.mean_logit:
-            mean_logit[rows] = z.mean(-1)
-        if plan.request.entropy:
-            p = (z - log_norm[:, None]).exp_()
-            entropy[rows] = log_norm - torch.linalg.vecdot(p, z)
-
-
-def _logit_gradient(logits: Tensor, targets: Tensor, slopes: Tensor, plan: _Plan) -> Tensor:
-    """d loss / d raw logits [n, V], written over the raw logits. dz_j = slope · (1[j = t] − p_j), then the chain rule
-    through temperature, soft cap and scale."""
-    softcap, temperature = plan.spec.softcap, plan.request.temperature
-    for rows in _row_blocks(logits):
-        z = _final_logits(logits[rows], plan)
-        d = torch.softmax(z, -1).mul_(-slopes[rows, None])
-        d.scatter_add_(1, targets[rows, None], slopes[rows, None])
-        if softcap is not None:
-            d.mul_(1 - (z * (temperature / softcap)).square_())
-        if plan.spec.scale != temperature:
-            d.mul_(plan.spec.scale / temperature)
-        logits[rows].copy_(d)
-    return logits
+    parts = list(chunks(hidden.shape[0], size)) or [slice(0, 0)]  # an empty one still has a graph
+    found = [run(hidden[part], targets[part]) for part in parts]
+    logps, entropy, top1, mean_logit = (torch.cat(each) for each in zip(*found, strict=True))
+    if request.objective is None:
+        return _answer(request, None, logps, entropy, top1, mean_logit)
+    objective = request.objective
+    total = torch.stack([objective(scores[0], part).sum() for scores, part in zip(found, parts, strict=True)]).sum()
+    return _answer(request, total, logps.detach(), entropy, top1, mean_logit)

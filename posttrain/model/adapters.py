@@ -6,12 +6,15 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, MissingExtraError, ModelError, suggest
 from posttrain.model.config import ModelConfig
+from posttrain.parallel.device import native_bf16
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -75,13 +78,23 @@ def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | Non
 
 
 def _compute_dtype(dtype: str | None) -> str:
-    """The dtype 4-bit weights are multiplied in. Unset: bfloat16 where the GPU has it; bitsandbytes' own is float32."""
-    import torch
-
+    """The dtype 4-bit weights are multiplied in. Unset: bfloat16 where the device multiplies it natively, else
+    bitsandbytes' own, float32."""
     if dtype not in (None, "auto"):
         return dtype
-    native = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    return "bfloat16" if native else "float32"
+    return "bfloat16" if native_bf16() else "float32"
+
+
+def keep_quantized_weights(model: nn.Module) -> None:
+    """Leave 4-bit weights on a CPU as they are. bitsandbytes packs them anew, rounding their scales to bfloat16, at the
+    first evaluation; training would go on from a different base."""
+    if "bitsandbytes" not in sys.modules:
+        return
+    from bitsandbytes.nn import Linear4bit
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
 
 
 def _require(package: str, field: str) -> None:
@@ -103,16 +116,18 @@ def is_adapted(model: nn.Module) -> bool:
 
 def wrap_adapter(model: Any, peft_config: PeftConfig | None) -> Any:
     """Put a fresh adapter on the model, its weights in float32. Without a configuration, only check the model."""
+    _refuse_foreign(model)
     if peft_config is not None:
-        if is_adapted(model) or getattr(model, "_hf_peft_config_loaded", False):
+        if is_adapted(model):
             raise ModelError(
-                "the model already has an adapter, and `peft_config` asks for another: leave `peft_config` out to go "
-                "on training the one it has, or merge it first (`model = model.merge_and_unload()`)."
+                "the model already has an adapter, and `peft_config` asks for another: leave `peft_config` out (on the "
+                "command line `use_peft`) to go on training the one it has, or merge it first "
+                "(`model = model.merge_and_unload()`, or `posttrain merge`)."
             )
         _require("peft", "peft_config")
         from peft import get_peft_model
 
-        _refuse_prompt_learning(peft_config)
+        check_adapter(peft_config)
         _check_targets(model, peft_config)
         try:
             model = get_peft_model(model, peft_config, autocast_adapter_dtype=True)
@@ -122,23 +137,91 @@ def wrap_adapter(model: Any, peft_config: PeftConfig | None) -> Any:
                 f"{_shown(getattr(peft_config, 'target_modules', None))}; {_available(model)}"
             ) from error
     if is_adapted(model):
-        _refuse_prompt_learning(model.active_peft_config)
+        check_adapter(model.active_peft_config)
+        _refuse_merged(model)
+        keep_master_weights(model)
     check_trainable(model)
     return model
 
 
-def _refuse_prompt_learning(config: Any) -> None:
-    if getattr(config, "is_prompt_learning", False):
+_REFUSED = {
+    "ADALORA": "its ranks are dealt out anew at every step by a training loop of its own; use LoRA",
+    "XLORA": "it runs the model twice in a forward; use LoRA",
+    "POLY": "it needs a task id for every row; use LoRA",
+}
+
+
+def check_adapter(peft_config: Any) -> None:
+    """Raise `ModelError` for a kind of adapter that a packed row, or this loop, cannot train exactly."""
+    if peft_config is None:
+        return
+    kind = type(peft_config).__name__
+    if getattr(peft_config, "is_prompt_learning", False):
+        raise ModelError(f"`peft_config` is a {kind}: virtual tokens have no place in a packed row; use LoRA.")
+    reason = _REFUSED.get(str(getattr(peft_config.peft_type, "value", peft_config.peft_type)))
+    if reason is not None:
+        raise ModelError(f"`peft_config` is a {kind}: {reason}.")
+    for name in ("alora_invocation_tokens", "monteclora_config"):
+        if getattr(peft_config, name, None) is not None:
+            raise ModelError(f"`peft_config` sets `{name}`, which acts outside of a packed row; leave it out.")
+
+
+def _refuse_foreign(model: Any) -> None:
+    if not is_adapted(model) and getattr(model, "_hf_peft_config_loaded", False):
         raise ModelError(
-            f"`peft_config` is a {type(config).__name__}: virtual tokens have no place in a packed row; use LoRA."
+            "`model` has an adapter put on by transformers itself (`load_adapter`, `add_adapter`), whose checkpoints "
+            "cannot be resumed: give the adapter's folder or hub id as `model`, or "
+            "`PeftModel.from_pretrained(base, adapter, is_trainable=True)`."
         )
+
+
+def _refuse_merged(model: Any) -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if any(isinstance(module, BaseTunerLayer) and module.merged for module in model.modules()):
+        raise ModelError("the adapter is merged into the base, so it would not be trained: `model.unmerge_adapter()`.")
+
+
+def keep_master_weights(model: Any) -> bool:
+    """Modules trained in full (`modules_to_save`) get float32 weights, as the rest of the adapter has, and go on
+    taking and giving the dtype of the base. peft copies them in the base's, where small updates are lost. Returns
+    whether there were any to change."""
+    from peft.utils.other import ModulesToSaveWrapper
+
+    changed = False
+    for wrapper in (module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)):
+        for module in wrapper.modules_to_save.values():
+            dtypes = {p.dtype for p in module.parameters() if p.requires_grad and p.dtype in _HALF}
+            if dtypes:
+                module.float()
+                module.register_forward_pre_hook(_enter_float32)
+                module.register_forward_hook(_Leave(dtypes.pop()))
+                changed = True
+    return changed
+
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def _enter_float32(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(x.float() if isinstance(x, Tensor) and x.dtype in _HALF else x for x in args)
+
+
+@dataclass(frozen=True)
+class _Leave:
+    """What a module gives, back in the dtype of the base. The scores of a head stay as they are."""
+
+    dtype: torch.dtype
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return output.to(self.dtype) if isinstance(output, Tensor) else output
 
 
 def check_trainable(model: nn.Module) -> None:
     """Refuse a model of which nothing would be trained."""
     if any(parameter.requires_grad for parameter in model.parameters()):
         return
-    if is_adapted(model) or getattr(model, "_hf_peft_config_loaded", False):
+    if is_adapted(model):
         raise ModelError(
             "the adapter is frozen, so nothing would be trained: load it with "
             "`PeftModel.from_pretrained(..., is_trainable=True)`."

@@ -10,7 +10,7 @@ class ModelConfig:
     """What to load and which adapter to put on it."""
 
     model_name_or_path: str | None = None
-    """Hub id or local folder of the model."""
+    """Hub id or local folder of the model, or of an adapter, which is then trained on."""
     model_revision: str = "main"
     """Branch, tag or commit on the hub."""
     dtype: str | None = None
@@ -48,3 +48,20 @@ class ModelConfig:
     """Quantize the quantization constants too."""
     bnb_4bit_quant_storage: str | None = None
     """Dtype that stores the packed 4-bit weights."""
+
+
+@dataclass
+class MergeConfig:
+    """What to merge, and where to."""
+
+    model_name_or_path: str | None = None
+    """Folder or hub id of the adapter, or the output folder of a run that trained one."""
+    output_dir: str | None = None
+    """New folder for the merged model and its tokenizer."""
+    dtype: str | None = None
+    """Dtype of the saved weights: float32, bfloat16 or float16. Unset: as the base is stored. The merge itself is in
+    float32."""
+    model_revision: str = "main"
+    """Branch, tag or commit of the adapter on the hub."""
+    trust_remote_code: bool = False
+    """Allow code that comes with the base to run."""

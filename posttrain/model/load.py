@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 
 from posttrain.errors import ConfigError, ModelError
-from posttrain.model.adapters import check_trainable, is_adapted, wrap_adapter
+from posttrain.model.adapters import check_adapter, is_adapted, keep_quantized_weights, wrap_adapter
 from posttrain.model.body import backbone, text_model
+from posttrain.model.head import head_spec
 from posttrain.model.probe import choose_layout, take_forests
-from posttrain.model.scoring import Scoring, bind_head, head_spec
+from posttrain.model.saved import SavedAdapter, check_resized, find_adapter, put_on
+from posttrain.model.scoring import Scoring, bind_head
+from posttrain.model.tokens import TOKEN_MULTIPLE, make_room, with_trained_tokens
 from posttrain.parallel.device import native_bf16
 from posttrain.parallel.ranks import say
 from posttrain.types import Layout
@@ -78,8 +81,12 @@ def _hub_kwargs(options: LoadOptions) -> dict[str, Any]:
     return {"trust_remote_code": options.trust_remote_code, **kept}
 
 
-def check_model_source(source: Any, options: LoadOptions) -> None:
-    """Raise `ModelError` for a folder or a name that holds no model, before anything expensive."""
+def check_model_source(
+    source: Any, options: LoadOptions, peft_config: Any = None, quantization_config: Any = None
+) -> None:
+    """Raise `ModelError` for a folder or a name that holds no model, or `ConfigError` for fields that do not go
+    together, before anything expensive."""
+    check_adapter(peft_config)
     if not isinstance(source, str):
         return
     path = Path(source).expanduser()
@@ -87,22 +94,45 @@ def check_model_source(source: Any, options: LoadOptions) -> None:
         raise ModelError(f"`model` is the folder {source!r}, which holds no config.json; give the folder of a model.")
     if path.is_file():
         raise ModelError(f"`model` is the file {source!r}; give the folder that `save_pretrained` wrote.")
-    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
-        raise ModelError(
-            f"`model` is the adapter {source!r}; load it with peft.AutoPeftModelForCausalLM.from_pretrained(…, "
-            "is_trainable=True) and pass the object, or merge it first."
-        )
+    kwargs = _hub_kwargs(options)
+    adapter = find_adapter(source, kwargs.get("revision"))
+    if adapter is None:
+        if quantization_config is not None and peft_config is None:
+            raise ConfigError(
+                "`quantization_config` is given, and quantized weights cannot be trained; give `peft_config` too (on "
+                "the command line `use_peft`)."
+            )
+        _read_config(source, kwargs, f"`model` is {source!r}")
+        return
+    check_adapter(adapter.config)
+    base_config(adapter, options)
+
+
+def base_config(adapter: SavedAdapter, options: LoadOptions) -> Any:
+    """The config of an adapter's base. Raises `ModelError` where it is not there."""
+    what = f"`model` is the adapter {adapter.source!r}, whose base (`base_model_name_or_path` in its "
+    kwargs = _hub_kwargs(options) | {"revision": adapter.base_revision}
+    return _read_config(adapter.base, kwargs, f"{what}adapter_config.json) is {adapter.base!r}")
+
+
+def _read_config(source: str, kwargs: dict[str, Any], what: str) -> Any:
     try:
-        AutoConfig.from_pretrained(source, **_hub_kwargs(options))
+        return AutoConfig.from_pretrained(source, **kwargs)
     except Exception as error:
-        raise ModelError(f"`model` is {source!r}, which cannot be read: {_first_line(error)}") from error
+        raise ModelError(f"{what}, which cannot be read: {_first_line(error)}") from error
 
 
 def load_tokenizer(source: Any, options: LoadOptions) -> Any:
-    """The tokenizer that belongs to a model given by name, path or object."""
-    name = source if isinstance(source, str) else base_model(source).config._name_or_path
+    """The tokenizer that belongs to a model given by name, path or object; an adapter without one has its base's."""
+    name, kwargs = source if isinstance(source, str) else base_model(source).config._name_or_path, _hub_kwargs(options)
+    adapter = find_adapter(source, kwargs.get("revision"))
     try:
-        return AutoTokenizer.from_pretrained(name, **_hub_kwargs(options))
+        try:
+            return AutoTokenizer.from_pretrained(name, **kwargs)
+        except Exception:
+            if adapter is None:
+                raise
+            return AutoTokenizer.from_pretrained(adapter.base, **kwargs | {"revision": adapter.base_revision})
     except Exception as error:
         raise ModelError(
             f"`processing_class` was not given and {name!r} has no tokenizer that loads: {_first_line(error)}"
@@ -110,11 +140,16 @@ def load_tokenizer(source: Any, options: LoadOptions) -> Any:
 
 
 def prepare_model(
-    source: Any, options: LoadOptions, peft_config: Any = None, quantization_config: Any = None
+    source: Any,
+    options: LoadOptions,
+    peft_config: Any = None,
+    quantization_config: Any = None,
+    new_tokens: Sequence[int] = (),
 ) -> Prepared:
-    """Load, adapt, probe and bind. Raises `ModelError`, `LayoutError` or `ConfigError`, each naming the field."""
+    """Load, make room for new tokens, adapt, probe and bind. Raises `ModelError`, `LayoutError` or `ConfigError`, each
+    naming the field."""
     if isinstance(source, str):
-        model = _load(source, options, peft_config is not None, quantization_config)
+        model = load_weights(source, options, peft_config is not None, quantization_config)
     else:
         model = source
         for field, value in (("model_init_kwargs", options.init_kwargs), ("quantization_config", quantization_config)):
@@ -125,6 +160,9 @@ def prepare_model(
     for wrapped in {id(m): m for m in (model, base_model(model))}.values():
         if "_original_forward" in wrapped.__dict__:  # another trainer's autocast, left in place by accelerate
             del wrapped.forward, wrapped._original_forward
+    keep_quantized_weights(model)
+    if new_tokens:
+        peft_config = _take_tokens(model, peft_config, list(new_tokens))
     model = wrap_adapter(model, peft_config)
     _freeze_all_but_text(base_model(model))
     low = {p.dtype for p in model.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)}
@@ -133,8 +171,9 @@ def prepare_model(
             f"`model` is trained in {str(min(low, key=str))[6:]}: updates below its precision are lost; for float32 "
             "master weights load it with dtype=torch.float32, or give its name instead of the object."
         )
-    check_trainable(model)
     base = base_model(model)
+    if base is not model:
+        check_resized(model)
     layout, why = choose_layout(base, options.layout, (options.init_kwargs or {}).get("attn_implementation"))
     if layout != "padded":
         take_forests(base)
@@ -144,8 +183,33 @@ def prepare_model(
     return Prepared(model, layout, _dropout(model))
 
 
+def _take_tokens(model: Any, peft_config: Any, ids: list[int]) -> Any:
+    """Rows for new tokens. Returns the adapter's configuration, which trains them."""
+    if is_adapted(model):
+        raise ModelError(
+            f"`chat_template_path` brings {len(ids)} tokens that the adapter given as `model` was not made for; merge "
+            "it first (`posttrain merge`), or give the template as a Jinja file."
+        )
+    make_room(model, ids, TOKEN_MULTIPLE)
+    rows = model.get_input_embeddings().weight.shape[0]
+    say(f"{len(ids)} tokens come with the chat template; the model has {rows} rows")
+    return peft_config if peft_config is None else with_trained_tokens(model, peft_config, ids)
+
+
+def load_weights(source: str, options: LoadOptions, adapted: bool, quantization_config: Any, trainable: bool = True):
+    """A model, or an adapter on its base. Full fine-tuning keeps float32 master weights; under an adapter the frozen
+    base keeps its own dtype."""
+    adapter = find_adapter(source, _hub_kwargs(options).get("revision"))
+    if adapter is None:
+        return _load(source, options, adapted, quantization_config)
+    kwargs = {k: v for k, v in (options.init_kwargs or {}).items() if k != "revision"}
+    if adapter.base_revision is not None:
+        kwargs["revision"] = adapter.base_revision
+    base = _load(adapter.base, replace(options, init_kwargs=kwargs), True, quantization_config)
+    return put_on(base, adapter, trainable)
+
+
 def _load(source: str, options: LoadOptions, adapted: bool, quantization_config: Any) -> PreTrainedModel:
-    """Full fine-tuning keeps float32 master weights; under an adapter the frozen base keeps its own dtype."""
     kwargs: dict[str, Any] = dict(options.init_kwargs or {})
     dtype = kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None)
     if isinstance(dtype, str) and dtype != "auto":

@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 from posttrain.errors import LayoutError, ModelError
 from posttrain.model import recurrent
 from posttrain.model.attention import NAMES, Calls, default_name, forest_name
+from posttrain.model.head import head_spec
 from posttrain.model.recurrent import bind_mixers, mixers
 from posttrain.model.rope import KINDS, forget_lengths, row_groups
-from posttrain.model.scoring import Scoring, bind_head, head_spec
+from posttrain.model.scoring import Scoring, bind_head
 from posttrain.types import Layout, Segments, TokenBatch
 
 TOLERANCE = 1e-3

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from posttrain.errors import ModelError
-from posttrain.loss.linear import HeadSpec, linear_scores
+from posttrain.loss.softmax import HeadSpec
 from posttrain.model.body import packed_hidden, padded_hidden
+from posttrain.model.head import check_head, score_hidden
 from posttrain.types import Distinct, Layout, ScoreRequest, TokenBatch, TokenScores
 
 
@@ -31,56 +31,27 @@ class Scoring:
     pad_to_multiple_of: int | None = None
 
 
-def head_spec(config: Any, chunk_tokens: int | None = None, memory_bytes: int = 1 << 30) -> HeadSpec:
-    """Read from a model's config what follows its output projection.
-
-    Cohere multiplies by `logit_scale`, Granite divides by `logits_scaling`, Gemma caps with `final_logit_softcapping`.
-    What is missed here is caught by the probe, which compares with the model's own logits.
-    """
-    text = config.get_text_config()
-    scale = 1.0
-    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
-        if getattr(text, name, None) is not None:
-            scale = float(getattr(text, name))
-    if getattr(text, "logits_scaling", None) is not None:
-        scale = 1.0 / float(text.logits_scaling)
-    return HeadSpec(scale, getattr(text, "final_logit_softcapping", None), chunk_tokens, memory_bytes)
-
-
 def bind_head(model: PreTrainedModel, scoring: Scoring) -> None:
     """Teach a causal language model to score token batches. Other calls go to its own forward; binding again replaces
     the settings. Raises `ModelError` for a model without an output projection."""
-    head: Any = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-        raise ModelError(
-            f"`model` is a {type(model).__name__} whose output projection is a {type(head).__module__}."
-            f"{type(head).__name__}; only a plain linear head can be scored: load it with AutoModelForCausalLM, and "
-            "leave the head out of `lora_target_modules`, `lora_modules_to_save` and quantization."
-        )
+    check_head(model)
     object.__setattr__(model, "_posttrain_scoring", scoring)
-    _bind(model, head)
+    _bind(model)
 
 
-def _bind(model: Any, head: Any) -> None:
-    own_forward, own_head = type(model).forward, type(head).forward
+def _bind(model: Any) -> None:
+    own_forward = type(model).forward
 
     def forward(self: Any, *args: Any, token_batch: Any = None, score_request: Any = None, **kwargs: Any) -> Any:
         if token_batch is None:
             return own_forward(self, *args, **kwargs)
         return _score(self, token_batch, score_request or ScoreRequest())
 
-    def head_forward(self: Any, hidden: Tensor, *args: Any, call: Any = None) -> Any:
-        if call is None:
-            return own_head(self, hidden, *args)
-        targets, spec, request = call
-        return linear_scores(hidden, self.weight, targets, self.bias, spec, request)
-
     # `generate` reads the signature. Not functools.wraps: accelerate would unwrap past our forward.
     forward.__signature__ = inspect.signature(own_forward)  # pyright: ignore[reportFunctionMemberAccess]
-    # Bound anew each time: resizing replaces the head, and accelerate leaves its autocast in a forward it has wrapped.
-    for module, bound in ((model, forward), (head, head_forward)):
-        module.__dict__.pop("_original_forward", None)
-        module.forward = MethodType(bound, module)
+    # Bound anew each time: accelerate leaves its autocast in a forward it has wrapped.
+    model.__dict__.pop("_original_forward", None)
+    model.forward = MethodType(forward, model)
 
 
 def _score(model: Any, batch: TokenBatch, request: ScoreRequest) -> TokenScores:
@@ -94,7 +65,7 @@ def _score(model: Any, batch: TokenBatch, request: ScoreRequest) -> TokenScores:
     distinct = None if found.parted else batch.distinct
     if distinct is not None:
         hidden, targets, request = hidden[distinct.first], targets[distinct.first], _once(request, distinct)
-    scores: TokenScores = model.get_output_embeddings()(hidden, call=(targets, scoring.spec, request))
+    scores = score_hidden(model.get_output_embeddings(), hidden, targets, scoring.spec, request)
     scores = replace(scores, aux_loss=found.aux_loss)
     return scores if distinct is None else _scatter(scores, distinct)
 

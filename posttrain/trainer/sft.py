@@ -10,7 +10,7 @@ from torch import Tensor
 
 from posttrain.data.rows import SFTRowOptions, prepare_sft
 from posttrain.data.sampling import Collator, RowItems
-from posttrain.data.tokenizer import set_up_tokenizer
+from posttrain.data.tokenizer import new_tokens, set_up_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.loss.nll import TOKEN_LOSSES
 from posttrain.model.load import check_model_source, embedding_rows, learned_positions, load_tokenizer, prepare_model
@@ -29,7 +29,8 @@ class SFTConfig(BaseConfig):
     learning_rate: float = 2e-5
     """Peak learning rate of AdamW."""
     chat_template_path: str | None = None
-    """A Jinja file, or a model or folder, whose chat template is used instead of the tokenizer's own."""
+    """A Jinja file, or a model or folder, whose chat template is used instead of the tokenizer's own. A model's comes
+    with the tokens it added and its end of a turn; rows for new ones are made, and trained under LoRA too."""
     dataset_text_field: str = "text"
     """Column that holds plain text."""
     dataset_kwargs: dict[str, Any] | str | None = None
@@ -110,7 +111,7 @@ class SFTTrainer(Engine):
                 raise ConfigError(
                     f"`{field}` is given; batches here are packed forests: leave it out, see docs/extending.md."
                 )
-        check_model_source(model, load_options(args))
+        check_model_source(model, load_options(args), peft_config, quantization_config)
         tokenizer = processing_class or load_tokenizer(model, load_options(args))
         self._tokenizer = set_up_tokenizer(tokenizer, args.eos_token, args.pad_token, args.chat_template_path)
         self._formatting_func, self._config = formatting_func, args
@@ -121,7 +122,8 @@ class SFTTrainer(Engine):
         elif eval_dataset is not None:
             eval_items = self.eval_items(eval_dataset)
         with seeded(args.seed):
-            prepared = prepare_model(model, load_options(args), peft_config, quantization_config)
+            added = new_tokens(tokenizer, self._tokenizer)
+            prepared = prepare_model(model, load_options(args), peft_config, quantization_config, added)
         self.layout = prepared.layout
         for items in (train_items, *(eval_items.values() if isinstance(eval_items, dict) else [eval_items])):
             check_ids(items, embedding_rows(prepared), learned_positions(prepared))

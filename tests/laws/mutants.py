@@ -95,13 +95,13 @@ def first_chunk_twice(patch: Patch) -> None:
     """The head scores its first chunk again."""
     import posttrain.loss.linear as linear
 
-    own = linear._chunks
+    own = linear.chunks
 
     def chunks(total: int, size: int) -> Iterator[slice]:
         found = list(own(total, size))
         return iter([*found, found[0]] if len(found) > 1 else found)
 
-    patch.setattr(linear, "_chunks", chunks)
+    patch.setattr(linear, "chunks", chunks)
 
 
 @mutant

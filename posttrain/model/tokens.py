@@ -1,0 +1,90 @@
+"""New tokens: a chat template taken from another tokenizer, with the tokens it needs and rows for them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import ConfigError
+
+TOKEN_MULTIPLE = 64
+"""Rows of a resized embedding: tensor cores work on such sizes."""
+
+
+def clone_chat_template(
+    model: Any, tokenizer: Any, source_tokenizer_path: str, resize_to_multiple_of: int | None = TOKEN_MULTIPLE
+) -> tuple[Any, Any, list[int]]:
+    """Give a model and its tokenizer the chat template of another tokenizer, its added tokens and its end of a turn.
+
+    The embeddings are resized to hold every token, to a multiple of `resize_to_multiple_of`; they never shrink. Returns
+    the model, the tokenizer and the ids of the tokens that are new, which `trainable_token_indices` of a LoRA
+    configuration takes. Raises `ConfigError` for a source without a template.
+
+    e.g. model, tokenizer, added = clone_chat_template(model, tokenizer, "Qwen/Qwen3-0.6B")
+    """
+    source = _read(source_tokenizer_path)
+    known = set(tokenizer.get_vocab())
+    wanted = [token for _, token in sorted(source.added_tokens_decoder.items()) if str(token) not in known]
+    for token in wanted:  # one by one: their order stays
+        tokenizer.add_tokens([token], special_tokens=token.special)
+    added = tokenizer.convert_tokens_to_ids([str(token) for token in wanted])
+    tokenizer.chat_template = source.chat_template
+    if source.eos_token is not None:
+        tokenizer.eos_token = source.eos_token
+    make_room(model, tokenizer.get_vocab().values(), resize_to_multiple_of)
+    end_with(model, tokenizer)
+    return model, tokenizer, added
+
+
+def make_room(model: Any, ids: Iterable[int], multiple: int | None = None) -> None:
+    """Resize a model's embeddings, and its head, so that every id has a row. New rows start at the mean of the old
+    ones, with their spread. Models that have rows to spare stay as they are."""
+    highest = max(ids, default=-1)
+    if highest >= model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(highest + 1, pad_to_multiple_of=multiple)
+
+
+def with_trained_tokens(model: Any, peft_config: Any, ids: list[int]) -> Any:
+    """A LoRA configuration that trains the rows of some tokens too, at both ends of the model; one that says itself
+    what it trains of them stays as it is."""
+    unset = getattr(peft_config, "trainable_token_indices", ()) is None
+    ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
+    names = {end: name for end, module in ends.items() for name, found in model.named_modules() if found is module}
+    saved = {str(name).rpartition(".")[2] for name in getattr(peft_config, "modules_to_save", None) or ()}
+    if not unset or saved & {name.rpartition(".")[2] for name in names.values()}:
+        return peft_config
+    if ends["head"] is not None and ends["head"].weight is ends["embedding"].weight:
+        del names["head"]  # tied: peft trains the same rows there
+    config = copy.copy(peft_config)
+    config.trainable_token_indices = {name.rpartition(".")[2]: list(ids) for name in names.values()}
+    return config
+
+
+def end_with(model: Any, tokenizer: Any) -> None:
+    """End turns, and generation, with the tokenizer's end token, and pad with its padding token. Other tokens at which
+    generation stops stay."""
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    generation = getattr(model, "generation_config", None)
+    for config in {id(c): c for c in (model.config, model.config.get_text_config(), generation) if c}.values():
+        if eos is not None:
+            stops = config.eos_token_id
+            config.eos_token_id = eos if not isinstance(stops, list) else [eos, *(i for i in stops if i != eos)]
+        if pad is not None:
+            config.pad_token_id = pad
+
+
+def _read(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    name = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path
+    try:
+        source = AutoTokenizer.from_pretrained(name)
+    except Exception as error:
+        raise ConfigError(
+            f"`source_tokenizer_path` is {path!r}, which has no tokenizer that loads: {str(error).splitlines()[0]}"
+        ) from error
+    if not source.chat_template:
+        raise ConfigError(f"`source_tokenizer_path` is {path!r}, whose tokenizer has no chat template.")
+    return source
