@@ -10,15 +10,32 @@ __version__ = "0.1.0"
 _ROOMS = {
     "posttrain.data.chat": ["apply_chat_template", "maybe_apply_chat_template"],
     "posttrain.data.config": ["DatasetConfig", "DatasetMixtureConfig", "ScriptArguments"],
-    "posttrain.data.formats": ["is_conversational", "is_conversational_from_value", "maybe_convert_to_chatml"],
+    "posttrain.data.formats": [
+        "extract_prompt",
+        "is_conversational",
+        "is_conversational_from_value",
+        "maybe_convert_to_chatml",
+        "maybe_extract_prompt",
+        "maybe_unpair_preference_dataset",
+        "unpair_preference_dataset",
+    ],
     "posttrain.data.mixture": ["get_dataset"],
     "posttrain.data.packing": ["pack_dataset"],
+    "posttrain.data.responses": [
+        "add_response_schema",
+        "get_training_chat_template",
+        "parse_response",
+        "supports_tool_calling",
+    ],
     "posttrain.model.config": ["ModelConfig"],
     "posttrain.model.adapters": ["get_peft_config", "get_quantization_config"],
     "posttrain.model.tokens": ["clone_chat_template"],
+    "posttrain.model.reference": ["create_reference_model"],
     "posttrain.trainer.sft": ["SFTConfig", "SFTTrainer"],
-    "posttrain.trainer.callbacks": ["RichProgressCallback"],
+    "posttrain.trainer.callbacks": ["BEMACallback", "RichProgressCallback", "SyncRefModelCallback"],
+    "posttrain.trainer.logged": ["LogCompletionsCallback", "WeaveCallback"],
     "posttrain.cli.parse": ["TrlParser"],
+    "posttrain.cli.quiet": ["init_zero_verbose"],
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
 
@@ -26,15 +43,32 @@ __all__ = sorted(_HOME)
 
 if TYPE_CHECKING:
     from posttrain.cli.parse import TrlParser
+    from posttrain.cli.quiet import init_zero_verbose
     from posttrain.data.chat import apply_chat_template, maybe_apply_chat_template
     from posttrain.data.config import DatasetConfig, DatasetMixtureConfig, ScriptArguments
-    from posttrain.data.formats import is_conversational, is_conversational_from_value, maybe_convert_to_chatml
+    from posttrain.data.formats import (
+        extract_prompt,
+        is_conversational,
+        is_conversational_from_value,
+        maybe_convert_to_chatml,
+        maybe_extract_prompt,
+        maybe_unpair_preference_dataset,
+        unpair_preference_dataset,
+    )
     from posttrain.data.mixture import get_dataset
     from posttrain.data.packing import pack_dataset
+    from posttrain.data.responses import (
+        add_response_schema,
+        get_training_chat_template,
+        parse_response,
+        supports_tool_calling,
+    )
     from posttrain.model.adapters import get_peft_config, get_quantization_config
     from posttrain.model.config import ModelConfig
+    from posttrain.model.reference import create_reference_model
     from posttrain.model.tokens import clone_chat_template
-    from posttrain.trainer.callbacks import RichProgressCallback
+    from posttrain.trainer.callbacks import BEMACallback, RichProgressCallback, SyncRefModelCallback
+    from posttrain.trainer.logged import LogCompletionsCallback, WeaveCallback
     from posttrain.trainer.sft import SFTConfig, SFTTrainer
 
 

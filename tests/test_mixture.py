@@ -120,6 +120,16 @@ def test_sources_are_laid_one_after_another(tmp_path):
     assert [row["text"] for row in mix({"path": b}, {"path": a}, streaming=True)["train"]] == list("xyabcd")
 
 
+def test_fractions_of_all_sources_are_shares_of_the_mixture(tmp_path):
+    a, b = write(tmp_path / "a.jsonl", "abcdefgh"), write(tmp_path / "b.jsonl", "stuvwxyz")
+    mixed = mix({"path": a, "fraction": 0.8}, {"path": b, "fraction": 0.2})
+    assert list(mixed["train"]["text"]) == list("abcdefgh" + "st")  # 8 rows are four fifths of 10
+    half = mix({"path": a, "fraction": 0.5}, {"path": b, "fraction": 0.5})
+    assert len(half["train"]) == 16
+    with pytest.raises(ConfigError, match="`fraction` needs the number of rows"):
+        mix({"path": a, "fraction": 0.8}, {"path": b, "fraction": 0.2}, streaming=True)
+
+
 def test_columns_and_a_held_out_share(tmp_path):
     (tmp_path / "a.csv").write_text("text,n\n" + "".join(f"t{i},{i}\n" for i in range(10)))
     mixed = mix({"path": str(tmp_path / "a.csv"), "columns": ["text"]}, test_split_size=0.3)

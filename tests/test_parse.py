@@ -331,10 +331,41 @@ def test_remaining_strings(tmp_path: Path):
     args, rest = parser.parse_args_and_config(tokens, return_remaining_strings=True)
     assert args == Args(rate=1.0, flag=True) and rest == of_file + unknown
     args, *both = parser.parse_args_and_config(tokens, return_remaining_strings=True, separate_remaining_strings=True)
-    assert both == [unknown, of_file]
+    assert both == [of_file, unknown]
     with pytest.raises(ConfigError, match="unknown key 'other'"):
         parser.parse_args_and_config(["--config", file])
     assert parser.parse_args_and_config(["--config", file], fail_with_unknown_args=False)[0].rate == 1.0
+
+
+def test_defaults_are_below_the_file_and_the_command_line(tmp_path: Path):
+    parser = TrlParser((Args, Needs))
+    left = parser.set_defaults_with_config(path="from defaults", rate="1e-3", length=7, nobody=1)
+    assert left == ["--nobody", "1"]
+    file = write(tmp_path, "length: 8\nrate: 0.5")
+    args, needs = parser.parse_args_and_config(["--config", file, "--rate", "2"])
+    assert (args.rate, args.length, needs.path) == (2.0, 8, "from defaults")
+    assert parser.parse_args_into_dataclasses([])[0].length == 7
+
+
+def test_what_the_parser_cannot_do_is_named():
+    with pytest.raises(ConfigError, match="add_subparsers"):
+        TrlParser(Args).add_subparsers(dest="command")
+    with pytest.raises(ConfigError, match="'--mine'"):
+        TrlParser(Args).add_argument("--mine", type=int)
+    with pytest.raises(ConfigError, match=r"`args_filename` is 'x.args'"):
+        TrlParser(Args).parse_args_into_dataclasses([], args_filename="x.args")
+    assert TrlParser().parse_args_and_config([]) == ()
+
+
+def test_the_head_of_a_script_for_trl(tmp_path: Path):
+    from posttrain import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
+
+    parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig))
+    file = write(tmp_path, f"model_name_or_path: m\noutput_dir: {tmp_path}\ndatasets:\n- path: a.jsonl\nmine: 1")
+    line = ["--config", file, "--dataset_name", "d", "--use_peft", "--max_length", "64"]
+    script, training, model, mixture, rest = parser.parse_args_and_config(line, return_remaining_strings=True)
+    assert (script.dataset_name, training.max_length, model.use_peft) == ("d", 64, True)
+    assert mixture.datasets[0].path == "a.jsonl" and rest == ["--mine", "1"]
 
 
 def test_parse_dict_and_files(tmp_path: Path):

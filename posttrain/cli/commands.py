@@ -12,16 +12,23 @@ class Command:
     about: str
     configs: tuple[str, ...]  # dataclasses whose fields are the flags, in the order help shows them
     run: str  # function that takes {class name: {field: value}}
+    check: str = ""  # function of the same values that refuses what cannot run, and imports nothing heavy
 
 
 _COMMON = (
     "posttrain.model.config:ModelConfig",
     "posttrain.data.config:ScriptArguments",
     "posttrain.data.config:DatasetMixtureConfig",
+    "posttrain.cli.launch:LaunchArguments",
 )
 
 COMMANDS = {
-    "sft": Command("Supervised fine-tuning.", (*_COMMON, "posttrain.trainer.sft:SFTConfig"), "posttrain.cli.run:sft"),
+    "sft": Command(
+        "Supervised fine-tuning.",
+        (*_COMMON, "posttrain.trainer.sft:SFTConfig"),
+        "posttrain.cli.run:sft",
+        "posttrain.cli.run:check_sft",
+    ),
     "merge": Command(
         "Merge an adapter into its base.", ("posttrain.model.config:MergeConfig",), "posttrain.cli.merge:merge"
     ),

@@ -5,11 +5,22 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from posttrain import __version__
+from posttrain.cli import launch
 from posttrain.cli.commands import COMMANDS
 from posttrain.cli.help import command_help
-from posttrain.cli.parse import parse, read_command_line, read_file
+from posttrain.cli.parse import (
+    Values,
+    coerce_mapping,
+    flag_name,
+    merge,
+    parse,
+    read_command_line,
+    read_file,
+    without_flags,
+)
 from posttrain.cli.schema import Options, is_stale, live, locate, stored
 from posttrain.errors import ConfigError, PosttrainError, suggest
 
@@ -17,7 +28,8 @@ TRACEBACK = "POSTTRAIN_TRACEBACK"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit code: 0, or 2 for an error whose text says what to change."""
+    """Run one command. Returns the exit code: 0, 2 for an error whose text says what to change, or what a launched
+    process ended with."""
     args = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(args)
@@ -53,20 +65,58 @@ def _dispatch(args: list[str]) -> int:
             raise ConfigError(f"posttrain env takes no arguments, and {args[1]!r} follows it.")
         print(report())
     elif name in COMMANDS:
-        _train(name, args[1:])
+        return _train(name, args[1:])
     else:
         known = [*COMMANDS, "env"]
         raise ConfigError(f"unknown command {name!r}; the commands are {', '.join(known)}.{suggest(name, known)}")
     return 0
 
 
-def _train(name: str, args: list[str]) -> None:
+def _train(name: str, args: list[str]) -> int:
     command = COMMANDS[name]
-    if read_command_line(args, {}).wants_help:
+    line = read_command_line(args, {})
+    if line.wants_help:
         print(command_help(f"posttrain {name}", command.about, stored(name)))
-        return
-    values = parse(args, _options(name, args))
-    locate(command.run)(values)
+        return 0
+    _refuse_launcher_flags(name, line.unknown)
+    flags = [flag_name(token) for token in line.unknown if token.startswith("--")]
+    on_the_line = [flag for flag in flags if flag in launch.OPTIONS]
+    # Which processes run it is known from our own fields: were the file of fields stale, reading it anew imports torch.
+    asked = _launch_values(name, args)
+    if launch.is_asked_for(asked, on_the_line):
+        if not is_stale():
+            values = _values(name, args, stored(name))
+            if command.check:
+                locate(command.check)(values)
+        return launch.launch(name, without_flags(args, launch.OPTIONS), asked)
+    locate(command.run)(_values(name, args, _options(name, args)))
+    return 0
+
+
+def _values(name: str, args: list[str], options: Options) -> Values:
+    values = parse(args, options)
+    asked = values.pop("LaunchArguments", {})
+    launch.choose_precision(asked, values[COMMANDS[name].configs[-1].partition(":")[2]])
+    return values
+
+
+def _launch_values(name: str, args: list[str]) -> dict[str, Any]:
+    """The launch fields of the command line and the file; empty for a command that has none."""
+    options = stored(name).get("LaunchArguments", [])
+    known = {option.name: option for option in options if option.name in launch.OPTIONS}
+    line = read_command_line(args, known)
+    from_file = read_file(line.config) if known and line.config is not None else {}
+    named = {key: value for key, value in from_file.items() if key.replace("-", "_") in known}
+    merged = merge(coerce_mapping(named, known, str(line.config)), line.values)
+    return {key: value for key, value in merged.items() if value is not None}
+
+
+def _refuse_launcher_flags(name: str, tokens: list[str]) -> None:
+    known = {option.name for items in stored(name).values() for option in items}
+    for token in tokens:
+        flag = flag_name(token)
+        if token.startswith("--") and flag in launch.SPELT_HERE and flag not in known:
+            raise ConfigError(f"unknown flag {token}; it belongs to the launcher: write {launch.SPELT_HERE[flag]}.")
 
 
 def _options(name: str, args: list[str]) -> Options:
@@ -87,6 +137,7 @@ def overview() -> str:
     return (
         f"posttrain {__version__}: post-training for language models\n\nusage: posttrain COMMAND [--config FILE] "
         f"[--field value ...]\n\n{lines}\n\nposttrain COMMAND --help lists the fields of a command.\n"
+        "posttrain COMMAND --num_processes N runs it in N processes.\n"
         f"Set {TRACEBACK}=1 for the traceback of an error."
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,11 +53,7 @@ def index(options: Options) -> dict[str, Option]:
 def read_command_line(args: Sequence[str], known: Mapping[str, Option]) -> CommandLine:
     """Read the tokens, each value coerced to its option's type."""
     line = CommandLine()
-    at = 0
-    while at < len(args):
-        token = args[at]
-        end = next((i for i in range(at + 1, len(args)) if args[i].startswith("--") or args[i] == "-h"), len(args))
-        given, at = list(args[at + 1 : end]), end
+    for token, given in _grouped(args):
         if token in ("-h", "--help"):
             line.wants_help = True
         elif not token.startswith("--") or token == "--":
@@ -70,8 +66,28 @@ def read_command_line(args: Sequence[str], known: Mapping[str, Option]) -> Comma
     return line
 
 
+def _grouped(args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each flag with what follows it.   e.g. --a 1 2 --b=3 -> ("--a", ["1", "2"]), ("--b=3", [])"""
+    at = 0
+    while at < len(args):
+        end = next((i for i in range(at + 1, len(args)) if args[i].startswith("--") or args[i] == "-h"), len(args))
+        yield args[at], list(args[at + 1 : end])
+        at = end
+
+
+def flag_name(token: str) -> str:
+    """e.g. --num-processes=2 -> num_processes"""
+    return token.partition("=")[0].removeprefix("--").replace("-", "_")
+
+
+def without_flags(args: Sequence[str], names: Collection[str]) -> list[str]:
+    """The tokens, less the flags named and their values."""
+    kept = ([token, *given] for token, given in _grouped(args) if flag_name(token) not in names)
+    return [token for group in kept for token in group]
+
+
 def _read_flag(line: CommandLine, flag: str, given: list[str], known: Mapping[str, Option]) -> None:
-    name = flag[2:].replace("-", "_")
+    name = flag_name(flag)
     positive = name.removeprefix("no_")
     if name == "config":
         if line.config is not None:
@@ -218,9 +234,13 @@ class TrlParser:
     e.g. script_args, training_args = TrlParser((ScriptArguments, SFTConfig)).parse_args_and_config()
     """
 
-    def __init__(self, dataclass_types: type | Iterable[type], description: str = "") -> None:
-        self.dataclass_types = [dataclass_types] if isinstance(dataclass_types, type) else list(dataclass_types)
-        self.description = description
+    def __init__(
+        self, dataclass_types: type | Iterable[type] | None = None, prog: str = "", description: str = ""
+    ) -> None:
+        types = dataclass_types or ()
+        self.dataclass_types = [types] if isinstance(types, type) else list(types)
+        self.prog, self.description = prog, description
+        self._defaults: dict[str, Any] = {}
         self.options: Options = {cls.__name__: describe(cls) for cls in self.dataclass_types}
         self._known = index(self.options)
 
@@ -234,7 +254,7 @@ class TrlParser:
         """Parse the command line and the file it names in `--config`.
 
         With `return_remaining_strings` what nobody knows is returned last: one list, or with
-        `separate_remaining_strings` two, of the command line and of the file. With `fail_with_unknown_args=False` an
+        `separate_remaining_strings` two, of the file and of the command line. With `fail_with_unknown_args=False` an
         unknown key of the file is passed over.
         """
         line = self._read(args)
@@ -248,14 +268,37 @@ class TrlParser:
             return ready
         remaining = [text for name, value in extra.items() for text in (f"--{name}", str(value))]
         if separate_remaining_strings:
-            return (*ready, line.unknown, remaining)
+            return (*ready, remaining, line.unknown)
         return (*ready, remaining + line.unknown)
 
     def parse_args_into_dataclasses(
-        self, args: Sequence[str] | None = None, return_remaining_strings: bool = False
+        self,
+        args: Sequence[str] | None = None,
+        return_remaining_strings: bool = False,
+        look_for_args_file: bool = True,
+        args_filename: str | None = None,
+        args_file_flag: str | None = None,
     ) -> tuple[Any, ...]:
-        """As `parse_args_and_config`."""
+        """As `parse_args_and_config`. Files of arguments are not read: `--config` names the one file there is."""
+        for name, value in (("args_filename", args_filename), ("args_file_flag", args_file_flag)):
+            if value is not None:
+                raise ConfigError(f"`{name}` is {value!r}; files of arguments are not read: use --config and YAML.")
         return self.parse_args_and_config(args, return_remaining_strings)
+
+    def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
+        """Take values as defaults, below the file and the command line. Returns what no dataclass has.
+
+        e.g. max_length=64, other=1 -> ["--other", "1"]
+        """
+        known = {name: value for name, value in kwargs.items() if name in self._known}
+        self._defaults |= coerce_mapping(known, self._known, "set_defaults_with_config")
+        return [text for name, value in kwargs.items() if name not in known for text in (f"--{name}", str(value))]
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> None:
+        raise ConfigError(f"TrlParser.add_argument({args[0] if args else ''!r}): add a field to a dataclass instead.")
+
+    def add_subparsers(self, **kwargs: Any) -> None:
+        raise ConfigError("TrlParser.add_subparsers is not supported; make one TrlParser for each command.")
 
     def parse_dict(self, args: Mapping[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:
         """Make the dataclasses from a dict."""
@@ -275,10 +318,10 @@ class TrlParser:
     def _read(self, args: Sequence[str] | None) -> CommandLine:
         line = read_command_line(sys.argv[1:] if args is None else args, self._known)
         if line.wants_help:
-            print(command_help(Path(sys.argv[0]).name, self.description, self.options))
+            print(command_help(self.prog or Path(sys.argv[0]).name, self.description, self.options))
             raise SystemExit(0)
         return line
 
     def _build(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
-        parts = split(values, self.options)
+        parts = split({**self._defaults, **values}, self.options)
         return tuple(construct(cls, parts[cls.__name__]) for cls in self.dataclass_types)

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.cli.launch import LAUNCHED
 from posttrain.cli.parse import Values, construct
 from posttrain.errors import ConfigError
 
@@ -14,13 +15,11 @@ if TYPE_CHECKING:
     from posttrain.model.config import ModelConfig
 
 _QUANTIZED = ("load_in_4bit", "load_in_8bit")
-# What transformers' TrainingArguments falls back to; needed here before it can be imported.
 
 
 def sft(values: Values) -> None:
     """`posttrain sft`."""
-    check(values, "SFTConfig")
-    resume = resume_folder(values["SFTConfig"])
+    resume = check_sft(values)
 
     from posttrain.data.config import DatasetMixtureConfig, ScriptArguments
     from posttrain.model.adapters import get_peft_config, get_quantization_config
@@ -31,6 +30,7 @@ def sft(values: Values) -> None:
     script: ScriptArguments = construct(ScriptArguments, values["ScriptArguments"])
     mixture: DatasetMixtureConfig = construct(DatasetMixtureConfig, values["DatasetMixtureConfig"])
     args: Any = construct(SFTConfig, values["SFTConfig"])
+    suggest_launch("sft", visible_gpus())
     args.model_init_kwargs = model_init_kwargs(model, args)
     peft_config = None if goes_on(model, values["ModelConfig"]) else get_peft_config(model)
     quantization_config = get_quantization_config(model)
@@ -66,7 +66,26 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
+def visible_gpus() -> int:
+    """GPUs this process sees."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def suggest_launch(command: str, gpus: int) -> None:
+    """Say how to use all GPUs, where one process sees several."""
+    if gpus > 1 and "WORLD_SIZE" not in os.environ and LAUNCHED not in os.environ:
+        say(f"{gpus} GPUs are visible and one is used. For all of them: posttrain {command} … --num_processes {gpus}")
+
+
 # Before anything heavy is imported
+
+
+def check_sft(values: Values) -> str | None:
+    """Refuse what cannot run; return the checkpoint to go on from."""
+    check(values, "SFTConfig")
+    return resume_folder(values["SFTConfig"])
 
 
 def check(values: Values, config: str) -> None:

@@ -30,7 +30,12 @@ def template_of(tokenizer: Any, row: Mapping[str, Any], tools: Any = None, **tem
 
 
 def apply_chat_template(
-    example: Mapping[str, Any], tokenizer: Any, tools: Any = None, **template_kwargs: Any
+    example: Mapping[str, Any],
+    tokenizer: Any = None,
+    tools: Any = None,
+    *,
+    processing_class: Any = None,
+    **template_kwargs: Any,
 ) -> dict[str, Any]:
     """Render the chats of a row as text.
 
@@ -39,8 +44,10 @@ def apply_chat_template(
 
     e.g. {"prompt": [{"role": "user", "content": "Hi"}], "completion": [{"role": "assistant", "content": "Yo"}]}
       -> {"prompt": "<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n", "completion": "Yo<|im_end|>\\n"}
+    `processing_class` is another name of `tokenizer`.
     Raises `DataError` for other columns, an empty chat, or a tokenizer without a template.
     """
+    tokenizer = _one_tokenizer(tokenizer, processing_class)
     columns = COLUMNS & set(example)
     if columns not in SUPPORTED:
         raise DataError(
@@ -68,12 +75,24 @@ def apply_chat_template(
 
 
 def maybe_apply_chat_template(
-    example: Mapping[str, Any], tokenizer: Any, tools: Any = None, **template_kwargs: Any
+    example: Mapping[str, Any],
+    tokenizer: Any = None,
+    tools: Any = None,
+    *,
+    processing_class: Any = None,
+    **template_kwargs: Any,
 ) -> dict[str, Any]:
     """As `apply_chat_template` for a row that holds chats; any other row is returned as it is."""
+    tokenizer = _one_tokenizer(tokenizer, processing_class)
     if is_conversational(example):
         return apply_chat_template(example, tokenizer, tools, **template_kwargs)
     return dict(example)
+
+
+def _one_tokenizer(tokenizer: Any, processing_class: Any) -> Any:
+    if (tokenizer is None) == (processing_class is None):
+        raise DataError("A chat template is applied with `tokenizer`, or `processing_class` in its place: give one.")
+    return processing_class if tokenizer is None else tokenizer
 
 
 def open_prompt(template: Template, prompt: list[dict[str, Any]]) -> str:

@@ -40,7 +40,8 @@ class DatasetConfig:
     columns: list[str] | None = None
     """Columns to keep. Unset: all."""
     fraction: float | None = None
-    """Share of the rows to take, in (0, 1]. Unset: all."""
+    """Set on every one of several sources: its share of the mixture. Set on some: share of the source's own rows. In
+    (0, 1]. Unset: all rows."""
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
@@ -234,36 +235,54 @@ def _as_dict(splits: Mapping[str, Any]) -> DatasetDict | IterableDatasetDict:
     return kind({str(name): part for name, part in splits.items()})
 
 
-def get_dataset(mixture: DatasetMixtureConfig) -> DatasetDict | IterableDatasetDict:
+def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableDatasetDict:
     """Load every source of a mixture and lay them one after another.
 
-    The result has the split `train`, and `test` when `test_split_size` holds rows out (a fixed choice of rows).
+    Where several sources all have a `fraction`, it is their share of the mixture; else the share of a source's own
+    rows. The result has the split `train`, and `test` when `test_split_size` holds rows out (a fixed choice of rows).
     e.g. get_dataset(DatasetMixtureConfig([DatasetConfig("a.jsonl"), DatasetConfig("b.jsonl", fraction=0.5)]))
     Raises `ConfigError` for a field out of range and `DataError` for a source that cannot be read or does not fit.
     """
     from datasets import concatenate_datasets
 
-    if not mixture.datasets:
+    if not mixture_config.datasets:
         raise ConfigError("`datasets` is empty; list at least one source with a `path`.")
     # Before anything is read: a fraction of 30 (for 30 %) should not cost a download.
-    _check_share("test_split_size", mixture.test_split_size, whole=False)
-    for source in mixture.datasets:
+    _check_share("test_split_size", mixture_config.test_split_size, whole=False)
+    for source in mixture_config.datasets:
         _check_share("fraction", source.fraction, whole=True)
-    parts = [_take(source, mixture.streaming) for source in mixture.datasets]
-    _check_columns(mixture.datasets, parts)
+    sources = mixture_config.datasets
+    shared = len(sources) > 1 and all(source.fraction is not None for source in sources)
+    own = [replace(source, fraction=None) for source in sources] if shared else sources
+    parts = [_take(source, mixture_config.streaming) for source in own]
+    if shared:
+        parts = _share_out(parts, [source.fraction or 0.0 for source in sources], mixture_config.streaming)
+    _check_columns(mixture_config.datasets, parts)
     try:
         rows = concatenate_datasets(parts)
     except ValueError as error:
         raise DataError(f"The sources do not fit together: {error} Make the types of their columns equal.") from error
-    if mixture.test_split_size is None:
+    if mixture_config.test_split_size is None:
         return _as_dict({"train": rows})
-    if mixture.streaming:
+    if mixture_config.streaming:
         raise ConfigError(
             "`test_split_size` needs the number of rows and `streaming` is on; name a test split instead."
         )
     if len(rows) < 2:
         raise DataError(f"`test_split_size` cannot split {len(rows)} row(s); give more rows or remove it.")
-    return rows.train_test_split(test_size=mixture.test_split_size, seed=0)
+    return rows.train_test_split(test_size=mixture_config.test_split_size, seed=0)
+
+
+def _share_out(parts: list[Any], fractions: list[float], streaming: bool) -> list[Any]:
+    """The first rows of each part, so that they stand in these proportions and none is repeated.
+
+    e.g. 100 and 100 rows, fractions 0.8 and 0.2 -> 100 and 25 rows
+    """
+    if streaming:
+        raise ConfigError("`fraction` needs the number of rows and `streaming` is on; take the whole sources.")
+    total = min(len(rows) / fraction for rows, fraction in zip(parts, fractions, strict=True))
+    counts = [max(1, round(total * fraction)) for fraction in fractions]
+    return [rows.select(range(min(count, len(rows)))) for rows, count in zip(parts, counts, strict=True)]
 
 
 def _check_share(field: str, value: float | None, whole: bool) -> None:

@@ -1,15 +1,21 @@
-"""What a run shows while it trains."""
+"""What a run shows while it trains, and averages of the weights it trains."""
 
 from __future__ import annotations
 
 import atexit
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from posttrain.errors import ConfigError
+from posttrain.model.reference import Bema, mix_into
+from posttrain.parallel.ranks import say
 
 # Logged about an evaluation, and nothing about the model.
 _TIMINGS = ("_runtime", "_per_second", "_compilation_time")
@@ -153,3 +159,92 @@ def _length(loader: Any) -> int | None:
         return len(loader)
     except TypeError:
         return None
+
+
+class SyncRefModelCallback(TrainerCallback):
+    """Move a reference model towards the trained one: every `ref_model_sync_steps` steps of the config,
+    reference ← (1 − α) reference + α model, with α = `ref_model_mixup_alpha` (arXiv 2404.09656).
+
+    Raises `ModelError` when the two do not have the same weights, as with an adapter.
+    """
+
+    def __init__(self, ref_model: Any, accelerator: Any = None) -> None:
+        self.ref_model, self.accelerator = ref_model, accelerator
+
+    @staticmethod
+    def sync_target_model(model: Any, target_model: Any, alpha: float) -> None:
+        """target ← (1 − alpha) target + alpha model"""
+        mix_into(target_model, model, alpha)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.ref_model is None or state.global_step % args.ref_model_sync_steps:
+            return
+        model = kwargs["model"]
+        model = model if self.accelerator is None else self.accelerator.unwrap_model(model)
+        self.sync_target_model(model, self.ref_model, args.ref_model_mixup_alpha)
+
+
+class BEMACallback(TrainerCallback):
+    """Keep a bias-corrected moving average of the trained weights (arXiv 2508.00180), and write the model that has it
+    to `output_dir/bema` when training ends. The formula is in `posttrain.model.reference.Bema`.
+
+    update_freq: steps between updates (φ); update_after: steps before the first snapshot (τ); ema_power: κ;
+    bias_power: η; lag: ρ; multiplier: γ; min_ema_multiplier: least β; device: where the three copies are kept, float32.
+    Its state is saved with each checkpoint, and goes on from there. Sharded weights (FSDP2, ZeRO-3) are a `ModelError`.
+    """
+
+    def __init__(
+        self,
+        update_freq: int = 400,
+        ema_power: float = 0.5,
+        bias_power: float = 0.2,
+        lag: int = 10,
+        update_after: int = 0,
+        multiplier: float = 1.0,
+        min_ema_multiplier: float = 0.0,
+        device: str = "cpu",
+    ) -> None:
+        if update_freq < 1 or update_after < 0:
+            raise ConfigError(
+                f"`update_freq` is {update_freq} and `update_after` {update_after}; set at least 1 and at least 0."
+            )
+        self.update_freq, self.update_after = update_freq, update_after
+        self.bema = Bema(ema_power, bias_power, lag, multiplier, min_ema_multiplier, device)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.bema.start(kwargs["model"])
+        if state.global_step == 0:
+            return
+        file = self._file(args, state)
+        if file.is_file():
+            self.bema.load(torch.load(file, map_location=self.bema.device, weights_only=True))
+        else:
+            say(f"BEMA starts again at step {state.global_step}: there is no {file}")
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        since = state.global_step - self.update_after
+        if since == 0:
+            self.bema.start(kwargs["model"])
+        elif since > 0 and since % self.update_freq == 0:
+            self.bema.update(kwargs["model"], state.global_step)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            torch.save(self.bema.tensors(), self._file(args, state))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not state.is_world_process_zero:
+            return
+        folder = str(Path(args.output_dir or ".") / "bema")
+        kwargs["model"].save_pretrained(folder, state_dict=self.bema.state_of(kwargs["model"]))
+        if kwargs.get("processing_class") is not None:
+            kwargs["processing_class"].save_pretrained(folder)
+        say(f"BEMA: saved to {folder}")
+
+    @staticmethod
+    def _file(args: TrainingArguments, state: TrainerState) -> Path:
+        return Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / "bema.pt"
