@@ -17,7 +17,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check schema bench-env clean
+.PHONY: help install demo test check schema models bench-env clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -58,6 +58,10 @@ check: $(STAMP)
 # The command line reads its flags from this file, so that --help starts without importing torch.
 schema: $(STAMP)
 	$(BIN)/python -m posttrain.cli.schema
+
+# The table of model families, made by probing a tiny model of each.
+models: $(STAMP)
+	@PYTHONPATH=tests $(BIN)/python tests/models_page.py
 
 bench-env: $(STAMP)
 	@echo "==> installing the benchmark tools, and an environment for each library they compare"

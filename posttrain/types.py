@@ -134,6 +134,7 @@ class ScoreRequest:
     top1: bool = False
     mean_logit: bool = False
     temperature: float = 1.0
+    aux_loss: bool = False  # the router's balance loss, of a model that has one
 
 
 @dataclass
@@ -165,3 +166,4 @@ class LossOutput:
 
     total: Tensor  # []
     metrics: dict[str, Mean] = field(default_factory=dict)
+    aux_loss: Tensor | None = None  # [] sum over sequences of the router's balance loss

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from forests import close, forest, forest_gradients, padded_left, separate_gradients
 from tiny import tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -13,66 +14,23 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import posttrain.model.attention as attention
+import posttrain.model.attention_math as attention_math
 from posttrain.data.forest import build_forest
 from posttrain.errors import LayoutError
 from posttrain.model.attention import FOREST, forest_attention
+from posttrain.model.probe import take_forests
 from posttrain.model.scoring import Scoring, bind_head
-from posttrain.types import Row, ScoreRequest, Segments, TokenBatch
+from posttrain.types import Row, Segments
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma3"]
-TOLERANCE = 1e-5
 
 
 def bound(family: str, **overrides: Any) -> Any:
     """A tiny model that scores packed batches."""
     model = tiny_model(family, **overrides)
-    model.set_attn_implementation(FOREST)
+    take_forests(model)
     bind_head(model, Scoring("packed"))
     return model
-
-
-def sequences() -> list[list[int]]:
-    """A tree of prefixes, all longer than Gemma's window of 8:
-
-    A: prompt 34, answers of 20 and 7; the second of them goes on in two ways; a sequence that ends inside another;
-    B: 31 tokens of its own.
-    """
-    ids = torch.randint(3, 300, (160,), generator=torch.Generator().manual_seed(0)).tolist()
-    prompt, deeper = ids[:34], ids[54:61]
-    return [
-        prompt + ids[34:54],
-        prompt + deeper + ids[61:75],
-        prompt + deeper + ids[75:79],
-        (prompt + deeper)[:38],
-        ids[100:131],
-    ]
-
-
-def forest() -> TokenBatch:
-    return build_forest([Row(ids, [0.0] + [1.0] * (len(ids) - 1)) for ids in sequences()], min_shared=1)
-
-
-def close(got: Tensor, want: Tensor, name: str = "") -> None:
-    scale = max(want.abs().max().item(), 1e-3)
-    torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE * scale, msg=lambda m: f"{name}: {m}")
-
-
-def forest_gradients(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    logps = model(token_batch=forest(), score_request=ScoreRequest()).logps
-    (logps * torch.arange(len(logps)).cos()).sum().backward()
-    return logps.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
-def separate_gradients(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same from the model's own logits, one row at a time."""
-    found = []
-    for row in sequences():
-        ids = torch.tensor([row])
-        logps = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1].float(), -1)
-        found.append(logps.gather(1, ids[0, 1:, None])[:, 0])
-    logps = torch.cat(found)
-    (logps * torch.arange(len(logps)).cos()).sum().backward()
-    return logps.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_equals_separate_rows(model: Any, family: str, **overrides: Any) -> None:
@@ -99,7 +57,7 @@ def test_forest_equals_separate_rows(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_query_blocks(family, monkeypatch):
-    monkeypatch.setattr(attention, "QUERY_BLOCK", 5)
+    monkeypatch.setattr(attention_math, "QUERY_BLOCK", 5)
     assert_equals_separate_rows(bound(family), family)
 
 
@@ -142,37 +100,27 @@ def top_left(q: Tensor, k: Tensor, v: Tensor, dropout: float, scaling: float | N
 
 
 def test_mutant_top_left_causal_fails(monkeypatch):
-    monkeypatch.setattr(attention, "_causal", top_left)
+    monkeypatch.setattr(attention, "causal", top_left)
     with pytest.raises(AssertionError):
         assert_equals_separate_rows(bound("qwen3"), "qwen3")
 
 
 def test_mutant_window_ignored_fails(monkeypatch):
-    own = attention._causal
-    monkeypatch.setattr(attention, "_causal", lambda *args: own(*args[:-1], None))
+    own = attention.causal
+    monkeypatch.setattr(attention, "causal", lambda *args: own(*args[:-1], None))
     assert_equals_separate_rows(bound("qwen3"), "qwen3")
     with pytest.raises(AssertionError):
         assert_equals_separate_rows(bound("gemma3"), "gemma3")
 
 
 def test_mutant_window_off_by_one_fails(monkeypatch):
-    own = attention._causal
-    monkeypatch.setattr(attention, "_causal", lambda *args: own(*args[:-1], args[-1] and args[-1] + 1))
+    own = attention.causal
+    monkeypatch.setattr(attention, "causal", lambda *args: own(*args[:-1], args[-1] and args[-1] + 1))
     with pytest.raises(AssertionError):
         assert_equals_separate_rows(bound("gemma3"), "gemma3")
 
 
 # ---- without a forest the model is what it was -----------------------------------------------------------------------
-
-
-def padded_left() -> dict[str, Tensor]:
-    """Three prompts of 12, 5 and 9 tokens."""
-    ids = torch.randint(3, 300, (3, 12), generator=torch.Generator().manual_seed(2))
-    mask = torch.ones_like(ids)
-    for row, length in enumerate((12, 5, 9)):
-        ids[row, : 12 - length] = 0
-        mask[row, : 12 - length] = 0
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -214,11 +162,10 @@ def test_saved_model_does_not_name_our_attention(family, tmp_path):
 # ---- what it cannot do is refused by name ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias"])
-def test_terms_it_does_not_know_are_refused(name):
+def test_a_position_bias_is_refused():
     q = torch.randn(1, 2, 4, 8)
-    with pytest.raises(LayoutError, match=name):
-        forest_attention(torch.nn.Module(), q, q, q, None, forest=Segments((0,), (4,), (-1,)), **{name: 1.0})
+    with pytest.raises(LayoutError, match="position_bias"):
+        forest_attention(torch.nn.Module(), q, q, q, None, forest=Segments((0,), (4,), (-1,)), position_bias=q)
 
 
 def test_bidirectional_layers_and_several_rows_are_refused():
@@ -231,3 +178,68 @@ def test_bidirectional_layers_and_several_rows_are_refused():
     two = torch.randn(2, 2, 4, 8)
     with pytest.raises(LayoutError, match="not causal over one row"):
         forest_attention(torch.nn.Module(), two, two, two, None, forest=segments)
+
+
+# ---- soft caps and sinks ---------------------------------------------------------------------------------------------
+
+
+def whole(q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
+    """All scores at once: heads share keys by repetition, the sink is one more column."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * 0.3
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    lag = torch.arange(k.shape[2])[None] - torch.arange(k.shape[2] - q.shape[2], k.shape[2])[:, None]
+    scores = scores.masked_fill((lag > 0) | (lag <= -(window or 10**6)), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(1, -1, q.shape[2], 1)], -1)
+    p = torch.softmax(scores, -1)
+    return (p if sinks is None else p[..., :-1]) @ v
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("sink", [True, False])
+@pytest.mark.parametrize("block", [4, 512])
+def test_capped_attention_in_double_precision(window, softcap, sink, block, monkeypatch):
+    """13 queries after 8 ancestors, 4 heads on 2 keys: values and gradients, the sinks' too."""
+    monkeypatch.setattr(attention_math, "QUERY_BLOCK", block)
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, h, n, 8, generator=g) for h, n in ((4, 13), (2, 21), (2, 21)))
+    sinks = torch.randn(4, generator=g) if sink else None
+    inputs = [x.requires_grad_() for x in (q, k, v, sinks) if x is not None]
+    got = attention_math.capped(q, k, v, 0.0, 0.3, window, softcap, sinks)
+    found = torch.autograd.grad(got.cos().sum(), inputs)
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    want = whole(*doubles[:3], window, softcap, doubles[3] if sink else None)
+    close(got, want.float())
+    for one, other in zip(found, torch.autograd.grad(want.cos().sum(), doubles), strict=True):
+        close(one, other.float())
+
+
+def test_capped_attention_never_keeps_all_scores(monkeypatch):
+    """What is kept for the backward pass is the inputs."""
+    monkeypatch.setattr(attention_math, "QUERY_BLOCK", 16)
+    q, k, v = (torch.randn(1, 2, 256, 8, requires_grad=True) for _ in range(3))
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = attention_math.capped(q, k, v, 0.0, None, None, 30.0, torch.zeros(2))
+    assert sum(kept.values()) < 256 * 256 * 4 / 2
+    out.sum().backward()
+    assert q.grad is not None and q.grad.any()
+
+
+def test_dropout_of_capped_attention_is_drawn_again_alike(monkeypatch):
+    """Recomputation in the backward pass meets the same mask: the gradient is that of the values that were returned."""
+    q, k = (torch.randn(1, 1, 6, 8) for _ in range(2))
+    v = torch.randn(1, 1, 6, 8, requires_grad=True)
+    out = attention_math.capped(q, k, v, 0.5, None, None, 30.0, None)
+    torch.manual_seed(1)
+    (gradient,) = torch.autograd.grad(out.sum(), v)
+    # out is linear in v.
+    torch.testing.assert_close((gradient * v).sum(), out.sum())

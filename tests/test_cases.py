@@ -341,7 +341,6 @@ def moe_model() -> Any:
         return AutoModelForCausalLM.from_config(Qwen3MoeConfig(**shape))
 
 
-@pytest.mark.xfail(strict=True, reason="the balance loss has not landed: bugs.md 9")
 def test_c32_balance_loss_of_experts():
     settings: dict[str, Any] = {"max_steps": 1, "router_aux_loss_coef": 0.5}
     one = run(sft(model=moe_model(), per_device_train_batch_size=4, **settings))

@@ -27,7 +27,8 @@ from posttrain.cli.parse import index, parse, read_command_line, refuse_unknown
 from posttrain.cli.schema import Option, stored
 
 ROOT = Path(__file__).parent.parent
-NAMES = ("quickstart", "sft", "loop", "design", "extending", "adapters", "distributed", "migrating", "performance")
+NAMES = ("quickstart", "sft", "models", "loop", "design", "extending", "adapters", "distributed", "migrating")
+NAMES += ("performance",)
 PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]
 UPDATE_FLAG = "POSTTRAIN_UPDATE_DOCS"
 UPDATE = os.environ.get(UPDATE_FLAG, "0") not in ("", "0")

@@ -6,96 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import SHAPE, tiny_model
+from families import FAMILIES, build
+from tiny import tiny_model
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    CohereConfig,
-    Gemma2Config,
-    GptOssConfig,
-    GraniteConfig,
-    MambaConfig,
-    MistralConfig,
-    Phi3Config,
-    PreTrainedModel,
-    Qwen2MoeConfig,
-    Qwen3_5TextConfig,
-)
 
 from posttrain.data.forest import build_forest
 from posttrain.errors import LayoutError
 from posttrain.model.attention import FOREST
 from posttrain.model.head import head_spec
 from posttrain.model.load import LoadOptions, prepare_model
-from posttrain.model.probe import choose_layout
+from posttrain.model.probe import choose_layout, take_forests
 from posttrain.model.scoring import Scoring, bind_head
 from posttrain.types import Row, ScoreRequest, TokenBatch
 
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
-
-
-def build(config: Any, seed: int = 0) -> PreTrainedModel:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config)
-
-
-def mistral() -> Any:
-    return MistralConfig(**SHAPE, sliding_window=8)
-
-
-def gemma2() -> Any:
-    # Caps small enough to bite on a random model.
-    return Gemma2Config(**SHAPE, sliding_window=8, final_logit_softcapping=0.5, attn_logit_softcapping=0.5)
-
-
-def gpt_oss() -> Any:
-    return GptOssConfig(**SHAPE, sliding_window=8, num_local_experts=4, num_experts_per_tok=2)
-
-
-def qwen2_moe() -> Any:
-    shape = SHAPE | {"shared_expert_intermediate_size": 16, **MOE}
-    return Qwen2MoeConfig(**shape, use_sliding_window=True, sliding_window=8, max_window_layers=2)
-
-
-def mamba() -> Any:
-    return MambaConfig(vocab_size=300, hidden_size=32, state_size=8, num_hidden_layers=2, pad_token_id=0)
-
-
-def qwen3_5() -> Any:
-    return Qwen3_5TextConfig(
-        **SHAPE,
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_value_heads=4,
-        linear_num_key_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-    )
-
-
-def phi3_long() -> Any:
-    factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 10000.0}
-    shape = SHAPE | {"original_max_position_embeddings": 128}
-    return Phi3Config(**shape, rope_parameters=factors | {"original_max_position_embeddings": 128, "factor": 2.0})
-
-
-def cohere() -> Any:
-    return CohereConfig(**SHAPE, logit_scale=0.25)
-
-
-def granite() -> Any:
-    return GraniteConfig(**SHAPE, logits_scaling=4.0)
-
-
-PACKED = {"mistral": mistral, "cohere": cohere, "granite": granite}
-PADDED = {
-    "gemma2": gemma2,
-    "gpt-oss": gpt_oss,
-    "qwen2-moe": qwen2_moe,
-    "mamba": mamba,
-    "qwen3.5": qwen3_5,
-    "phi3-longrope": phi3_long,
-}
+PACKED = ["mistral", "cohere", "granite"]
+PADDED = ["llama-4", "mamba", "bloom", "stablelm"]
+FORCED = ["gemma2", "gpt-oss", "qwen2-moe-sliding", "qwen3.5", "phi3-longrope", "qwen3-dynamic"]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
@@ -105,12 +31,12 @@ def test_dense_families_are_packed(family):
 
 @pytest.mark.parametrize("family", PACKED)
 def test_more_dense_families_are_packed(family):
-    assert choose_layout(build(PACKED[family]()))[0] == "packed"
+    assert choose_layout(build(family))[0] == "packed"
 
 
 @pytest.mark.parametrize("family", PADDED)
 def test_families_that_cannot_pack_are_padded(family):
-    layout, why = choose_layout(build(PADDED[family]()))
+    layout, why = choose_layout(build(family))
     assert layout == "padded"
     assert "packed is not exact" in why
 
@@ -118,7 +44,7 @@ def test_families_that_cannot_pack_are_padded(family):
 @pytest.mark.parametrize("family", PADDED)
 @pytest.mark.parametrize("wanted", ["packed", "packed-unshared"])
 def test_a_layout_that_is_not_exact_is_refused(family, wanted):
-    model = build(PADDED[family]())
+    model = build(family)
     with pytest.raises(LayoutError, match=f"layout='{wanted}'") as caught:
         choose_layout(model, wanted)
     assert type(model).__name__ in str(caught.value)
@@ -168,7 +94,7 @@ def batch() -> TokenBatch:
 def scored(model: Any, layout: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Mean loss and gradients through our head."""
     if layout != "padded":
-        model.set_attn_implementation(FOREST)
+        take_forests(model)
     bind_head(model, Scoring(layout, head_spec(model.config)))
     request = ScoreRequest(objective=lambda logps, index: -logps)
     one = batch()
@@ -196,21 +122,21 @@ def assert_same(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[
         torch.testing.assert_close(got[1][name], gradient, rtol=0, atol=2e-5 * scale, msg=lambda m, n=name: n + m)
 
 
-@pytest.mark.parametrize("family", PADDED)
+@pytest.mark.parametrize("family", PADDED + FORCED)
 def test_padded_step_equals_plain_loss(family):
-    assert_same(scored(build(PADDED[family]()), "padded"), plain(build(PADDED[family]())))
+    assert_same(scored(build(family), "padded"), plain(build(family)))
 
 
 @pytest.mark.parametrize("family", PACKED)
 def test_c27_logit_multipliers_are_applied(family):
     """C27: Cohere's logit_scale, Granite's logits_scaling; Gemma 2's final soft cap is among the padded."""
-    assert_same(scored(build(PACKED[family]()), "packed"), plain(build(PACKED[family]())))
+    assert_same(scored(build(family), "packed"), plain(build(family)))
 
 
 def test_c27_multipliers_are_read_from_the_config():
-    assert head_spec(cohere()).scale == 0.25
-    assert head_spec(granite()).scale == 0.25
-    assert head_spec(gemma2()).softcap == 0.5
+    assert head_spec(FAMILIES["cohere"]()).scale == 0.25
+    assert head_spec(FAMILIES["granite"]()).scale == 0.25
+    assert head_spec(FAMILIES["gemma2"]()).softcap == 0.5
 
 
 def test_a_multiplier_that_is_missed_is_found_by_the_probe(monkeypatch):
@@ -220,4 +146,4 @@ def test_a_multiplier_that_is_missed_is_found_by_the_probe(monkeypatch):
 
     monkeypatch.setattr("posttrain.model.probe.head_spec", lambda config: HeadSpec())
     with pytest.raises(ModelError, match="no layout is exact"):
-        choose_layout(build(cohere()))
+        choose_layout(build("cohere"))

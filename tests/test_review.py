@@ -31,8 +31,9 @@ def trainer(tmp_path, model=None, rows=None, evaluation=None, peft_config=None, 
     )
 
 
+@pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rope_that_follows_the_longest_row_is_scored_row_by_row(tmp_path, kind):
+def test_rope_that_follows_the_longest_row_does_not_depend_on_the_batch(tmp_path, kind, layout):
     scaling = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 32}
     if kind == "longrope":
         scaling |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
@@ -40,8 +41,8 @@ def test_rope_that_follows_the_longest_row_is_scored_row_by_row(tmp_path, kind):
     model = tiny_model(max_position_embeddings=128 if kind == "longrope" else 32, rope_parameters=scaling)
     losses = []
     for size in (1, 2):
-        built = trainer(tmp_path, model, evaluation=rows, per_device_eval_batch_size=size, bf16=False)
-        assert built.layout == "padded"
+        built = trainer(tmp_path, model, evaluation=rows, per_device_eval_batch_size=size, layout=layout, bf16=False)
+        assert built.layout == layout
         losses.append(built.evaluate()["eval_loss"])
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 

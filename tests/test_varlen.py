@@ -25,19 +25,35 @@ def documented(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("share", [True, False])
-def test_one_call_equals_sdpa_segment_by_segment(monkeypatch, window, share):
+@pytest.mark.parametrize("values", [8, 6])
+def test_one_call_equals_sdpa_segment_by_segment(monkeypatch, window, share, values):
     rows = [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 9, 8], [1, 2, 5], [7, 7]]
     batch = build_forest([Row(x, [1.0] * len(x)) for x in rows], share=share, min_shared=1)
     T = batch.num_tokens
     g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, heads, T, 8, generator=g) for heads in (4, 2, 2))
+    q, k, v = (torch.randn(1, heads, T, size, generator=g) for heads, size in ((4, 8), (2, 8), (2, values)))
     module = torch.nn.Module()
     want, _ = attention.forest_attention(
         module, q, k, v, None, scaling=0.3, forest=batch.segments, sliding_window=window
     )
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", documented)
-    monkeypatch.setattr(attention, "_can_use_varlen", lambda query, dropout: True)
+    monkeypatch.setattr(attention, "_can_use_varlen", lambda query, value, dropout: True)
     got, _ = attention.forest_attention(
         module, q, k, v, None, scaling=0.3, forest=batch.segments, sliding_window=window
     )
     assert torch.allclose(got, want, atol=1e-6)
+
+
+@pytest.mark.parametrize("term", [{"softcap": 30.0}, {"s_aux": torch.zeros(2)}])
+def test_soft_caps_and_sinks_never_take_it(monkeypatch, term):
+    """It has neither, and would leave them out."""
+    monkeypatch.setattr(attention, "_can_use_varlen", lambda query, value, dropout: True)
+    monkeypatch.setattr(attention, "_varlen", lambda *args: pytest.fail("one call of varlen_attn"))
+    q = torch.randn(1, 2, 4, 8)
+    forest = build_forest([Row([1, 2, 3, 4], [1.0] * 4)]).segments
+    attention.forest_attention(torch.nn.Module(), q, q, q, None, forest=forest, **term)
+
+
+def test_only_where_it_is_exact():
+    q = torch.randn(1, 2, 4, 8)
+    assert not attention._can_use_varlen(q, q, 0.0)  # not on the GPU

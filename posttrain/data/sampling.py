@@ -95,6 +95,11 @@ class RowItems(Dataset):
     def __len__(self) -> int:
         return len(self.rows) if self.bins is None else len(self.bins)
 
+    @property
+    def row_lengths(self) -> list[int]:
+        """Tokens of every sequence the loader will yield: rows, or pieces of rows."""
+        return self.lengths if self.bins is None else [p.end - p.start for each in self.bins for p in each]
+
     def __getitem__(self, index: int) -> Item:
         if self.bins is None:
             return [self._row(index, 0, None)]
@@ -135,6 +140,7 @@ class StreamItems(IterableDataset):
         self.rows, self.batch_size, self.world_size, self.rank = rows, batch_size, world_size, rank
         self.capacity, self.strategy, self.buffer, self.on_empty = capacity, strategy, buffer, on_empty
         self.vocabulary: int | None = None  # how many token ids the model knows, once it is loaded
+        self.positions: int | None = None  # tokens of the longest row it can take
 
     def __iter__(self) -> Iterator[list[Item]]:
         pending: list[Item] = []
@@ -167,6 +173,8 @@ class StreamItems(IterableDataset):
     def _row(self, row: dict[str, Any]) -> tuple[Row, int]:
         if self.vocabulary is not None:
             refuse_unknown_ids(min(row["input_ids"]), max(row["input_ids"]), self.vocabulary, f"row {row['source']}: ")
+        if self.capacity is None or self.capacity > (self.positions or self.capacity):
+            refuse_long_rows([len(row["input_ids"])], self.positions, f"row {row['source']}: ")
         return Row(list(row["input_ids"]), list(row["weights"])), int(row["source"])
 
     def _bins(self, held: list[tuple[Row, int]]) -> Iterator[Item]:
@@ -188,6 +196,16 @@ def refuse_unknown_ids(low: int, high: int, vocabulary: int, where: str = "") ->
             f"{where}`input_ids` hold {low if low < 0 else high}, and the model has {vocabulary} embeddings "
             f"(0 … {vocabulary - 1}); give `processing_class` the tokenizer that belongs to the model, or make "
             "room for new tokens first: `model.resize_token_embeddings(len(tokenizer))`, or `clone_chat_template`."
+        )
+
+
+def refuse_long_rows(lengths: Sequence[int], positions: int | None, where: str = "") -> None:
+    """Raise `DataError` for rows longer than the positions a model has learned."""
+    long = [length for length in lengths if positions is not None and length > positions]
+    if long:
+        raise DataError(
+            f"{where}{len(long)} of {len(lengths)} rows are longer than the {positions} positions the model has "
+            f"learned, the longest has {max(long)} tokens; set `max_length` to {positions} or less."
         )
 
 

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 
 from posttrain.errors import ConfigError, ModelError
 from posttrain.model.adapters import check_adapter, is_adapted, keep_quantized_weights, wrap_adapter
-from posttrain.model.attention import FOREST
+from posttrain.model.body import backbone, text_model
 from posttrain.model.head import head_spec
-from posttrain.model.probe import choose_layout
+from posttrain.model.probe import choose_layout, take_forests
 from posttrain.model.saved import SavedAdapter, check_resized, find_adapter, put_on
-from posttrain.model.scoring import Scoring, bind_head, varying_rope
+from posttrain.model.scoring import Scoring, bind_head
 from posttrain.model.tokens import TOKEN_MULTIPLE, make_room, with_trained_tokens
 from posttrain.parallel.device import native_bf16
 from posttrain.parallel.ranks import say
 from posttrain.types import Layout
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+_POSITIONS = re.compile(r"(^|\.)(wpe|\w*pos\w*)$").search
+_DROPOUTS = ("attention_dropout", "residual_dropout", "embedding_dropout", "hidden_dropout", "dropout")
+_DROPOUTS += ("attn_pdrop", "resid_pdrop", "embd_pdrop", "router_jitter_noise", "input_jitter_noise")
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,14 @@ def embedding_rows(prepared: Prepared) -> int:
     """How many token ids the model has an embedding for."""
     weight: Any = prepared.base.get_input_embeddings().weight
     return int(weight.shape[0])
+
+
+def learned_positions(prepared: Prepared) -> int | None:
+    """Tokens of the longest row that a model with a table of positions can take (GPT-2, OPT); None without a table."""
+    limit = getattr(prepared.base.config.get_text_config(), "max_position_embeddings", None)
+    tables = [m for name, m in prepared.base.named_modules() if isinstance(m, torch.nn.Embedding) and _POSITIONS(name)]
+    # OPT's has two rows more than it has positions.
+    return limit if any(table.num_embeddings in (limit, (limit or 0) + 2) for table in tables) else None
 
 
 def _hub_kwargs(options: LoadOptions) -> dict[str, Any]:
@@ -152,6 +166,7 @@ def prepare_model(
     if new_tokens:
         peft_config = _take_tokens(model, peft_config, list(new_tokens))
     model = wrap_adapter(model, peft_config)
+    _freeze_all_but_text(base_model(model))
     low = {p.dtype for p in model.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)}
     if low and not isinstance(source, str):
         say(
@@ -161,14 +176,11 @@ def prepare_model(
     base = base_model(model)
     if base is not model:
         check_resized(model)
-    layout, why = choose_layout(base, options.layout)
+    layout, why = choose_layout(base, options.layout, (options.init_kwargs or {}).get("attn_implementation"))
     if layout != "padded":
-        base.set_attn_implementation(FOREST)
+        take_forests(base)
     spec = head_spec(base.config, options.chunk_tokens, options.memory_bytes)
-    scoring = Scoring(
-        layout, spec, pad_to_multiple_of=options.pad_to_multiple_of, one_by_one=varying_rope(base.config) is not None
-    )
-    bind_head(base, scoring)
+    bind_head(base, Scoring(layout, spec, pad_to_multiple_of=options.pad_to_multiple_of))
     say(f"layout: {layout} ({why})")
     return Prepared(model, layout, _dropout(model))
 
@@ -211,7 +223,7 @@ def _load(source: str, options: LoadOptions, adapted: bool, quantization_config:
         kwargs["quantization_config"] = quantization_config
     kwargs.setdefault("trust_remote_code", options.trust_remote_code)
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, **kwargs)
+        model = auto_class(AutoConfig.from_pretrained(source, **_hub_kwargs(options))).from_pretrained(source, **kwargs)
     except Exception as error:
         raise ModelError(f"`model` is {source!r}, which cannot be loaded: {_first_line(error)}") from error
     if dtype is None and quantization_config is None and model.dtype == torch.bfloat16 and not native_bf16():
@@ -220,11 +232,31 @@ def _load(source: str, options: LoadOptions, adapted: bool, quantization_config:
     return model
 
 
+def auto_class(config: Any) -> Any:
+    """What loads a checkpoint: a causal model, else the multimodal one around it (Mistral 3), trained on text alone."""
+    causal, multimodal = (auto._model_mapping for auto in (AutoModelForCausalLM, AutoModelForImageTextToText))
+    only_multimodal = type(config) in multimodal and type(config) not in causal
+    return AutoModelForImageTextToText if only_multimodal else AutoModelForCausalLM
+
+
 def _dropout(model: Any) -> float:
-    """Largest dropout probability that training would use: modules', and what attention reads from the config."""
+    """Largest probability of dropout, or size of a router's noise, that training would use: modules', and what layers
+    read from the config."""
     rates = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
     text = base_model(model).config.get_text_config()
-    return max([*rates, float(getattr(text, "attention_dropout", 0.0) or 0.0)])
+    return max([*rates, *(float(getattr(text, name, None) or 0.0) for name in _DROPOUTS)])
+
+
+def _freeze_all_but_text(base: Any) -> None:
+    """What a multimodal model has beside its language model never meets a row of text: no gradient, no optimizer
+    state, and nothing for DDP to wait for."""
+    language = text_model(base)
+    if language is backbone(base):
+        return
+    read = {id(p) for part in (language, base.get_output_embeddings()) for p in part.parameters()}
+    frozen = [p.requires_grad_(False) for p in base.parameters() if p.requires_grad and id(p) not in read]
+    if frozen:
+        say(f"model: trained on text; {sum(p.numel() for p in frozen):,} parameters beside the language model are kept")
 
 
 def _first_line(error: Exception) -> str:

@@ -15,24 +15,31 @@ import transformers
 from transformers import PreTrainedModel
 
 from posttrain.errors import LayoutError, ModelError
-from posttrain.model.attention import FOREST, Calls
+from posttrain.model import recurrent
+from posttrain.model.attention import NAMES, Calls, default_name, forest_name
 from posttrain.model.head import head_spec
-from posttrain.model.scoring import Scoring, bind_head, varying_rope
+from posttrain.model.recurrent import bind_mixers, mixers
+from posttrain.model.rope import KINDS, forget_lengths, row_groups
+from posttrain.model.scoring import Scoring, bind_head
 from posttrain.types import Layout, Segments, TokenBatch
 
-TOLERANCE = 2e-4
-"""Largest difference of a log-probability, in fp32."""
+TOLERANCE = 1e-3
+"""Largest difference of a log-probability, in fp32; what should not be seen changes it by 0.01 and more."""
 
 WINDOW = 8
 """Sliding window of the shrunken copy."""
 
+REGIME = 25
+"""Context of its rotary embedding, where one varies with the length: one row is shorter, two are longer."""
 
-def choose_layout(model: PreTrainedModel, wanted: str = "auto") -> tuple[Layout, str]:
-    """Return the layout to use and why, e.g. ("packed", "probed: forest equals separate rows").
+
+def choose_layout(model: PreTrainedModel, wanted: str = "auto", attention: str | None = None) -> tuple[Layout, str]:
+    """Return the layout to use and why, e.g. ("packed", "probed: equals separate rows"). `attention` is the
+    implementation the user asked for, if any.
 
     Raises `LayoutError` when the layout asked for is not exact for the model, `ModelError` when none is.
     """
-    packed_reason = _cannot_pack(model)
+    packed_reason = _cannot_pack(model, attention)
     candidates: list[Layout] = ["packed", "packed-unshared", "padded"]
     if wanted != "auto":
         candidates = [layout for layout in candidates if layout == wanted]
@@ -47,15 +54,18 @@ def choose_layout(model: PreTrainedModel, wanted: str = "auto") -> tuple[Layout,
     raise ModelError(f"`model`: no layout is exact for {type(model).__name__}: {'; '.join(reasons)}.")
 
 
-def _cannot_pack(model: PreTrainedModel) -> str | None:
-    """Reasons that a short probe would not meet."""
-    if not getattr(model, "_supports_attention_backend", False):
-        return "its attention takes no back end"
+def _cannot_pack(model: PreTrainedModel, asked: str | None) -> str | None:
+    """An attention implementation that is not the family's default was asked for, by name or on the object."""
     implementation = model.config._attn_implementation
-    if implementation not in ("sdpa", FOREST, None):
-        return f"`attn_implementation={implementation!r}` was asked for"
-    varying = varying_rope(model.config)
-    return f"its {varying} rotary frequencies depend on the row's length" if varying else None
+    if asked in (None, "sdpa") and implementation in (default_name(model), *NAMES, None):
+        return None
+    return f"`attn_implementation={asked or implementation!r}` was asked for"
+
+
+def take_forests(model: PreTrainedModel) -> None:
+    """Teach attention and token mixers to read segments."""
+    model.set_attn_implementation(forest_name(model))
+    bind_mixers(model)
 
 
 def shrunken(model: Any) -> PreTrainedModel:
@@ -64,9 +74,9 @@ def shrunken(model: Any) -> PreTrainedModel:
     text = config.get_text_config()
     _shrink(text)
     text.vocab_size = 64
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        setattr(text, name, None)
-    config._attn_implementation = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+    for token, name in enumerate(("pad_token_id", "bos_token_id", "eos_token_id")):
+        setattr(text, name, token)
+    config._attn_implementation = default_name(model)
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # it would print the copy's generation config
     try:
@@ -86,13 +96,46 @@ def _shrink(text: Any) -> None:
             text.layer_types = [types[i] for i in first]
     else:
         text.num_hidden_layers = min(2, text.num_hidden_layers)
-    if getattr(text, "sliding_window", None):
-        text.sliding_window = min(WINDOW, text.sliding_window)
-    if getattr(text, "intermediate_size", None):
-        text.intermediate_size = min(64, text.intermediate_size)
+    for name in ("sliding_window", "attention_chunk_size", "floor_scale", "index_topk", "window_size"):
+        if getattr(text, name, None):
+            setattr(text, name, min(WINDOW, getattr(text, name)))
+    _shrink_rope(text)
+    if getattr(text, "initializer_range", None):
+        # Queries and keys of unit size: attention that hardly prefers any token would hide what it should not see.
+        text.initializer_range = max(text.initializer_range, text.hidden_size**-0.5)
+    for name in (
+        "intermediate_size",
+        "moe_intermediate_size",
+        "shared_expert_intermediate_size",
+        "intermediate_size_mlp",
+    ):
+        if isinstance(getattr(text, name, None), int):
+            setattr(text, name, min(64, getattr(text, name)))
+    _shrink_experts(text)
     for name in ("attention_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop"):
         if getattr(text, name, None):
             setattr(text, name, 0.0)
+
+
+def _shrink_experts(text: Any) -> None:
+    """Fewer experts, twice as many as a token or a group of them needs."""
+    groups, chosen = (getattr(text, name, None) or 1 for name in ("n_group", "num_experts_per_tok"))
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        count = getattr(text, name, None)
+        if isinstance(count, int) and count:
+            setattr(text, name, min(count, 2 * groups * chosen))
+
+
+def _shrink_rope(text: Any) -> None:
+    """Bring the length where frequencies or scales change among the rows."""
+    rope: Any = getattr(text, "rope_parameters", None) or {}
+    for each in (rope, *(v for v in rope.values() if isinstance(v, dict))):
+        if "original_max_position_embeddings" in each:
+            each["original_max_position_embeddings"] = REGIME
+        if each.get("rope_type") in KINDS:
+            each["original_max_position_embeddings"] = text.max_position_embeddings = REGIME
+            if getattr(text, "original_max_position_embeddings", None):  # where the config copies it from
+                text.original_max_position_embeddings = REGIME
 
 
 def _probe(model: PreTrainedModel, layout: Layout) -> str | None:
@@ -101,32 +144,42 @@ def _probe(model: PreTrainedModel, layout: Layout) -> str | None:
         small = shrunken(model)
     except Exception as error:  # an architecture that cannot be rebuilt from its config
         return f"its shrunken copy cannot be built: {type(error).__name__}: {error}"
-    if layout != "padded":
-        small.set_attn_implementation(FOREST)
-    one_by_one = varying_rope(small.config) is not None
-    bind_head(small, Scoring(layout, head_spec(small.config), one_by_one=one_by_one))
+    bind_head(small, Scoring(layout, head_spec(small.config)))
     batch, rows = _probe_batch(shared=layout == "packed")
-    before = Calls.forest
+    forwards = len(row_groups(small.config, [len(row) for row in rows]))
+    before, mixed = Calls.forest, recurrent.Calls.forest
     try:
+        if layout != "padded":
+            take_forests(small)
         with torch.no_grad():
             got = small(token_batch=batch).logps
-            calls = Calls.forest - before
+            calls, mixed = Calls.forest - before, recurrent.Calls.forest - mixed
             if layout != "padded":
-                small.set_attn_implementation("sdpa")
+                small.set_attn_implementation(default_name(small))
             want = torch.cat([_own_logps(small, row) for row in rows])
     except Exception as error:
         logging.getLogger(__name__).debug("probe of %s failed", layout, exc_info=True)
         return f"{type(error).__name__}: {error}"
-    layers = small.config.get_text_config().num_hidden_layers
-    if layout != "padded" and calls != layers:
-        return f"{calls} of {layers} layers use the attention interface"
+    missed = None if layout == "padded" else _missed(small, calls // forwards, mixed // forwards)
+    if missed is not None:
+        return missed
     difference = (got - want).abs().max().item()
     return None if difference <= TOLERANCE else f"log-probabilities differ by {difference:.2g}"
+
+
+def _missed(small: PreTrainedModel, calls: int, mixed: int) -> str | None:
+    """Whether a layer did not receive its segments. Beside mixers, how many layers attend is the family's affair."""
+    layers, count = small.config.get_text_config().num_hidden_layers, len(mixers(small))
+    if count:
+        return None if mixed == count else f"{mixed} of {count} token mixers received their segments"
+    some = calls > 0 and calls % layers == 0  # differential attention calls twice
+    return None if some else f"{calls} of {layers} layers use the attention interface"
 
 
 def _own_logps(model: PreTrainedModel, row: list[int]) -> torch.Tensor:
     """log p of tokens 1… of a row, from the model's own logits."""
     ids = torch.tensor([row])
+    forget_lengths(model)
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
     return torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0]
 

@@ -12,14 +12,12 @@ from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.loss.softmax import HeadSpec
-from posttrain.model.attention import forest_active
+from posttrain.model.body import packed_hidden, padded_hidden
 from posttrain.model.head import check_head, score_hidden
-from posttrain.model.padding import pad_rows
 from posttrain.types import Distinct, Layout, ScoreRequest, TokenBatch, TokenScores
 
 
@@ -31,14 +29,6 @@ class Scoring:
     spec: HeadSpec = field(default_factory=HeadSpec)
     padding_side: str = "right"
     pad_to_multiple_of: int | None = None
-    one_by_one: bool = False  # one sequence a forward, where rows of other lengths would change its positions
-
-
-def varying_rope(config: Any) -> str | None:
-    """The kind of rotary embedding whose frequencies follow from the longest position of a forward, if it is one."""
-    rope: Any = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    kinds = {rope.get("rope_type")} | {v.get("rope_type") for v in rope.values() if isinstance(v, dict)}
-    return min({"longrope", "dynamic"} & kinds, default=None)
 
 
 def bind_head(model: PreTrainedModel, scoring: Scoring) -> None:
@@ -66,53 +56,18 @@ def _bind(model: Any) -> None:
 
 def _score(model: Any, batch: TokenBatch, request: ScoreRequest) -> TokenScores:
     scoring: Scoring = model._posttrain_scoring
-    hidden = _padded_hidden(model, batch, scoring) if scoring.layout == "padded" else _forest_hidden(model, batch)
-    targets = batch.targets
-    distinct = batch.distinct
+    if scoring.layout == "padded":
+        side, multiple = scoring.padding_side, scoring.pad_to_multiple_of
+        found = padded_hidden(model, batch, side, multiple, request.aux_loss)
+    else:
+        found = packed_hidden(model, batch, request.aux_loss)
+    hidden, targets = found.states, batch.targets
+    distinct = None if found.parted else batch.distinct
     if distinct is not None:
         hidden, targets, request = hidden[distinct.first], targets[distinct.first], _once(request, distinct)
     scores = score_hidden(model.get_output_embeddings(), hidden, targets, scoring.spec, request)
+    scores = replace(scores, aux_loss=found.aux_loss)
     return scores if distinct is None else _scatter(scores, distinct)
-
-
-def _forest_hidden(model: Any, batch: TokenBatch) -> Tensor:
-    """Hidden states at the read-outs [N, H], from one row of T tokens."""
-    with forest_active():
-        output = model.base_model(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.position_ids[None],
-            use_cache=False,
-            forest=batch.segments,
-        )
-    return output.last_hidden_state[0].index_select(0, batch.read_from)
-
-
-def _padded_hidden(model: Any, batch: TokenBatch, scoring: Scoring) -> Tensor:
-    """Hidden states at the read-outs [N, H], from one padded row a sequence."""
-    rows = pad_rows(batch, scoring.padding_side, scoring.pad_to_multiple_of)
-    if not scoring.one_by_one:
-        return _rows_hidden(model, batch, rows.index)[rows.read_row, rows.read_column]
-    found, order = [], []
-    for s, leaf in enumerate(batch.leaf or (0,)):
-        positions = torch.from_numpy(batch.segments.positions(leaf)).to(rows.index.device)
-        states = _rows_hidden(model, batch, positions[None])[0]
-        mine = torch.nonzero(rows.read_row == s)[:, 0]
-        shift = (rows.index[s] < 0).sum() if scoring.padding_side == "left" else 0
-        found.append(states[rows.read_column[mine] - shift])
-        order.append(mine)
-    return torch.cat(found)[torch.argsort(torch.cat(order))]
-
-
-def _rows_hidden(model: Any, batch: TokenBatch, index: Tensor) -> Tensor:
-    """Hidden states [S, L, H] of padded rows, given the position in the forest of each token (−1: padding)."""
-    real = index >= 0
-    at = index.clamp(min=0)
-    return model.base_model(
-        input_ids=batch.input_ids[at].masked_fill(~real, 0),
-        attention_mask=real.long(),
-        position_ids=batch.position_ids[at].masked_fill(~real, 0),
-        use_cache=False,
-    ).last_hidden_state
 
 
 def _once(request: ScoreRequest, distinct: Distinct) -> ScoreRequest:

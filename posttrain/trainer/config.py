@@ -39,7 +39,8 @@ class BaseConfig(TrainingArguments):
     trust_remote_code: bool = False
     """Allow code that comes with a model or a data set to run."""
     router_aux_loss_coef: float = 0.001
-    """Weight of the balance loss of a mixture-of-experts model; 0 turns it off."""
+    """Weight of the balance loss of a mixture-of-experts model: a mean over the step's sequences, part of the training
+    loss and logged as `aux_loss`; 0 turns it off."""
     dataset_num_proc: int | None = None
     """Processes that tokenize. Unset: one."""
     pad_to_multiple_of: int | None = None

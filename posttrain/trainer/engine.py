@@ -28,7 +28,9 @@ from transformers.trainer_utils import EvalLoopOutput, set_seed
 from posttrain.data.forest import build_forest, split_forest
 from posttrain.data.sampling import Collator, RowItems
 from posttrain.errors import ConfigError, EmptyDataError, NonFiniteError, TrainingError
+from posttrain.model.load import base_model
 from posttrain.model.padding import padded_length
+from posttrain.model.router import balance_coefficient
 from posttrain.parallel.device import keep_freed_memory
 from posttrain.parallel.ranks import all_max, all_sum, world_size
 from posttrain.trainer.callbacks import RichProgressCallback
@@ -65,6 +67,7 @@ class Window:
     """What one optimizer step uses, over all ranks."""
 
     units: float
+    sequences: float = 0.0
     sources: tuple[int, ...] = ()  # rows of the data set on this rank
     measure: bool = False  # whether this step logs
 
@@ -78,12 +81,13 @@ class Engine(Trainer, abc.ABC):
     layout: str = "packed"  # set by the leaf once the model is probed
 
     def __init__(self, model: Any, args: BaseConfig, collator: Collator, **kwargs: Any) -> None:
-        refuse_unsupported(args, model.config.get_text_config())
+        refuse_unsupported(args)
         self.collator = collator
         self.meter = Meter()
         self.window = Window(units=0.0)
         self._window_loss: Tensor | float = 0.0
         self.speed = Speed()
+        self._balance = balance_coefficient(base_model(model), args.router_aux_loss_coef)
         use_cache = model.config.use_cache if "use_cache" in vars(model.config) else None
         with preserved_rng():
             super().__init__(model=model, args=args, **kwargs)
@@ -121,6 +125,12 @@ class Engine(Trainer, abc.ABC):
         """Whether metrics that cost something are wanted: on steps that log, and in evaluation."""
         return self.window.measure
 
+    @final
+    @property
+    def balancing(self) -> bool:
+        """Whether the router's balance loss is wanted: in training, of a mixture of experts that has one."""
+        return self._balance > 0 and torch.is_grad_enabled()
+
     # ---- the window: once per optimizer step -------------------------------------------------------------------------
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, Any]:
@@ -131,9 +141,10 @@ class Engine(Trainer, abc.ABC):
         window += [build_forest([])] * (num_batches - len(window))
         self._set_window(measure=self._next_step_logs(), sources=tuple(s for b in window for s in b.source))
         micro = self._pieces(window, device)
-        counts = torch.stack([sum((self.unit(e) for m in micro for e in m), torch.zeros(())), _real_tokens(window)])
-        units, tokens = all_sum(counts.double().to(device)).tolist()
-        self._set_window(units=units)
+        mine = sum((self.unit(e) for m in micro for e in m), torch.zeros(())).double()
+        counts = torch.stack([mine, *_tokens_and_sequences(window)])
+        units, tokens, sequences = all_sum(counts.to(device)).tolist()
+        self._set_window(units=units, sequences=sequences)
         self._window_loss = 0.0
         self.tuning.plan((self._laid_tokens(e.batch) for m in micro for e in m), device)
         self.state.num_input_tokens_seen += int(tokens)
@@ -226,10 +237,15 @@ class Engine(Trainer, abc.ABC):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """total × R / units of the window, where R ranks average their gradients."""
+        """total × R / units of the window, where R ranks average their gradients; and the balance loss of experts, a
+        mean over its sequences."""
         output = self.loss_step(model, inputs["batch"])
         self.meter.add(output.metrics)
         loss = output.total * (world_size() / max(self.window.units, 1e-12))
+        if output.aux_loss is not None:
+            loss = loss + output.aux_loss * (self._balance * world_size() / max(self.window.sequences, 1.0))
+            count = float(inputs["batch"].batch.num_sequences)
+            self.meter.add({"aux_loss": Mean(output.aux_loss.detach(), count)})
         return (loss, output) if return_outputs else loss
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
@@ -377,8 +393,9 @@ class Engine(Trainer, abc.ABC):
 _NO_GRADIENT = "step 1: no trainable weight received a gradient; check `peft_config` and what is frozen."
 
 
-def _real_tokens(window: list[TokenBatch]) -> Tensor:
-    return torch.tensor(float(sum(batch.unshared_tokens for batch in window)))
+def _tokens_and_sequences(window: list[TokenBatch]) -> Tensor:
+    tokens, sequences = (sum(x) for x in ([b.unshared_tokens for b in window], [b.num_sequences for b in window]))
+    return torch.tensor([tokens, sequences], dtype=torch.float64)
 
 
 def _shown(sources: tuple[int, ...]) -> str:

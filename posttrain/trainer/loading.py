@@ -10,7 +10,15 @@ from datasets import IterableDataset
 from torch.utils.data import DataLoader
 
 from posttrain.data.packing import drop_untrained, plan_bins
-from posttrain.data.sampling import Collator, RowItems, StreamItems, WindowSampler, refuse_unknown_ids, row_lengths
+from posttrain.data.sampling import (
+    Collator,
+    RowItems,
+    StreamItems,
+    WindowSampler,
+    refuse_long_rows,
+    refuse_unknown_ids,
+    row_lengths,
+)
 from posttrain.errors import ConfigError, EmptyDataError
 from posttrain.parallel.ranks import rank, say, world_size
 
@@ -105,12 +113,13 @@ def make_items(rows: Any, args: Any, packing: bool, name: str) -> RowItems | Str
     return RowItems(rows, bins)
 
 
-def check_ids(items: RowItems | StreamItems | None, vocabulary: int) -> None:
-    """Raise `DataError` when a row holds a token id that the model has no embedding for; a stream is checked as it
-    flows."""
+def check_ids(items: RowItems | StreamItems | None, vocabulary: int, positions: int | None = None) -> None:
+    """Raise `DataError` when a row holds a token id that the model has no embedding for, or is longer than its table of
+    positions; a stream is checked as it flows."""
     if isinstance(items, StreamItems):
-        items.vocabulary = vocabulary
+        items.vocabulary, items.positions = vocabulary, positions
     elif items is not None:
         ids = items.rows.with_format("arrow")[:]["input_ids"]
         extremes = pc.call_function("min_max", [pc.call_function("list_flatten", [ids])]).as_py()
         refuse_unknown_ids(extremes["min"], extremes["max"], vocabulary)
+        refuse_long_rows(items.row_lengths, positions)

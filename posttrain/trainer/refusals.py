@@ -6,7 +6,6 @@ import importlib.util
 from typing import Any
 
 from posttrain.errors import ConfigError, MissingExtraError
-from posttrain.parallel.ranks import say
 from posttrain.trainer.config import BaseConfig
 
 
@@ -15,7 +14,7 @@ def _splits_model(parallelism: Any) -> bool:
     return parallelism is not None and any((getattr(parallelism, name, 1) or 1) > 1 for name in sizes)
 
 
-def refuse_unsupported(args: BaseConfig, config: Any) -> None:
+def refuse_unsupported(args: BaseConfig) -> None:
     """Fields of the base class that would be ignored, or would be wrong in a packed row."""
     wrong = {
         "label_smoothing_factor": args.label_smoothing_factor != 0,
@@ -29,9 +28,6 @@ def refuse_unsupported(args: BaseConfig, config: Any) -> None:
         "fp16_full_eval": args.fp16_full_eval,
         "dispatch_batches": bool(getattr(args.accelerator_config, "dispatch_batches", None)),
     }
-    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-    if experts and args.router_aux_loss_coef:
-        say("`router_aux_loss_coef` is not applied yet: this mixture of experts trains without a balance loss.")
     if args.use_liger_kernel and importlib.util.find_spec("liger_kernel") is None:
         raise MissingExtraError(
             "`use_liger_kernel` is on and liger-kernel is not installed; pip install 'posttrain[liger]'."

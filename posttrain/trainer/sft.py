@@ -13,7 +13,7 @@ from posttrain.data.sampling import Collator, RowItems
 from posttrain.data.tokenizer import new_tokens, set_up_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.loss.nll import TOKEN_LOSSES
-from posttrain.model.load import check_model_source, embedding_rows, load_tokenizer, prepare_model
+from posttrain.model.load import check_model_source, embedding_rows, learned_positions, load_tokenizer, prepare_model
 from posttrain.parallel.ranks import say
 from posttrain.trainer.config import BaseConfig, load_options, share_prefixes
 from posttrain.trainer.engine import Engine, Experience
@@ -125,9 +125,8 @@ class SFTTrainer(Engine):
             added = new_tokens(tokenizer, self._tokenizer)
             prepared = prepare_model(model, load_options(args), peft_config, quantization_config, added)
         self.layout = prepared.layout
-        vocabulary = embedding_rows(prepared)
         for items in (train_items, *(eval_items.values() if isinstance(eval_items, dict) else [eval_items])):
-            check_ids(items, vocabulary)
+            check_ids(items, embedding_rows(prepared), learned_positions(prepared))
         super().__init__(
             prepared.model,
             args,
@@ -178,7 +177,10 @@ class SFTTrainer(Engine):
         weights = exp.batch.weights
         loss = TOKEN_LOSSES[self._config.loss_type or "nll"]
         request = ScoreRequest(
-            objective=lambda logps, index: loss(logps, weights[index]), entropy=self.measuring, top1=self.measuring
+            objective=lambda logps, index: loss(logps, weights[index]),
+            entropy=self.measuring,
+            top1=self.measuring,
+            aux_loss=self.balancing,
         )
         scores = model(token_batch=exp.batch, score_request=request)
         metrics = {}
@@ -186,4 +188,4 @@ class SFTTrainer(Engine):
             count = float(len(weights))
             metrics["entropy"] = Mean(scores.entropy.sum(), count)
             metrics["mean_token_accuracy"] = Mean(scores.top1.sum(), count)
-        return LossOutput(scores.total, metrics)
+        return LossOutput(scores.total, metrics, scores.aux_loss)

@@ -122,14 +122,14 @@ def piece_lost(patch: Patch) -> None:
 @mutant
 def left_padding_read_as_right(patch: Patch) -> None:
     """Rows are padded left, and read where they would lie had they been padded right."""
-    import posttrain.model.scoring as scoring
+    import posttrain.model.body as body
 
-    own = scoring.pad_rows
+    own = body.pad_rows
 
     def pad_rows(batch: Any, side: str = "right", multiple: int | None = None) -> Any:
         return replace(own(batch, side, multiple), read_column=own(batch, "right", multiple).read_column)
 
-    patch.setattr(scoring, "pad_rows", pad_rows)
+    patch.setattr(body, "pad_rows", pad_rows)
 
 
 @mutant
