@@ -88,8 +88,7 @@ def _scatter(scores: TokenScores, distinct: Distinct) -> TokenScores:
     def spread(x: Tensor | None) -> Tensor | None:
         return None if x is None else x[distinct.slot]
 
-    return replace(
-        scores,
+    return scores._replace(
         logps=scores.logps[distinct.slot],
         entropy=spread(scores.entropy),
         top1=spread(scores.top1),
