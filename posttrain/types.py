@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -137,9 +137,12 @@ class ScoreRequest:
     aux_loss: bool = False  # the router's balance loss, of a model that has one
 
 
-@dataclass
-class TokenScores:
-    """Per-token scores at the read-outs, in fp32, and the objective's sum when one was asked for."""
+class TokenScores(NamedTuple):
+    """Per-token scores at the read-outs, in fp32, and the objective's sum when one was asked for.
+
+    A tuple: FSDP2 and DeepSpeed put their backward hooks on the tensors they find in a module's output, and look into
+    tuples, not into dataclasses.
+    """
 
     logps: Tensor  # [N] log-probability of targets[n]
     total: Tensor | None = None  # [] sum of the objective

@@ -104,6 +104,7 @@ def _work(rank: int, port: int, calls: Any, answers: Any) -> None:
         "MASTER_PORT": str(port),
         "ACCELERATE_USE_CPU": "true",
         "GLOO_SOCKET_IFNAME": "lo",
+        "DS_ACCELERATOR": "cpu",
     }
     try:
         import datasets  # noqa: F401  imported here, so that no call waits for it

@@ -110,13 +110,13 @@ def watched(steps: int = 1, **fields: Any) -> tuple[Watch, int, Any]:
     """Operators of a run, bytes alive between the forward and the backward pass of its last step, and the trainer."""
     settings = {"model": tiny_model("qwen3", num_hidden_layers=4), "rows": token_rows(longest=60, masked=False)}
     built = sft(**(settings | {"max_steps": steps, "per_device_train_batch_size": 6} | fields))
-    watch, found, own = Watch(), [], built._backward
+    watch, found, own = Watch(), [], built.strategy.backward
 
-    def backward(loss: Any) -> None:
+    def backward(model: Any, loss: Any, synchronise: bool) -> None:
         found.append(watch.alive())
-        own(loss)
+        own(model, loss, synchronise)
 
-    built._backward = backward
+    built.strategy.backward = backward
     with watch:
         built.train()
     return watch, found[-1], built

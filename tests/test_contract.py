@@ -6,7 +6,6 @@ calls, or the base class on its behalf, and the parameters relied on. `ORDER`: w
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ import accelerate
 import pytest
 import torch
 import transformers.trainer
-from laws.runs import run, sft
+from laws.runs import run, scratch, sft
 from torch.utils.data import DataLoader
 from transformers import AttentionInterface, AttentionMaskInterface, Trainer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -39,6 +38,15 @@ OVERRIDDEN: dict[str, list[str]] = {
     "_get_grad_norm": ["self", "model", "grad_norm"],
     "log": ["self", "logs", "start_time"],
     "_save_checkpoint": ["self", "model", "trial"],
+    "_save_rng_state": ["self", "output_dir"],
+    "_save_optimizer_and_scheduler": ["self", "output_dir"],
+    "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
+    "_load_optimizer_and_scheduler": ["self", "checkpoint"],
+    "_load_best_model": ["self"],
+    "_prepare_for_training": ["self", "max_steps", "train_dataloader", "resume_from_checkpoint"],
+    "create_accelerator_and_postprocess": ["self"],
+    "_build_accelerator_args": ["self", "kwargs"],
+    "save_model": ["self", "output_dir", "_internal_call"],
     "train": ["self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
     "get_train_dataloader": ["self"],
     "get_eval_dataloader": ["self", "eval_dataset"],
@@ -53,6 +61,8 @@ USED: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "Trainer._load_rng_state": (Trainer._load_rng_state, ["self", "checkpoint"]),
     "accelerate.skip_first_batches": (accelerate.skip_first_batches, ["dataloader", "num_batches"]),
     "Accelerator.no_sync": (accelerate.Accelerator.no_sync, ["self", "model"]),
+    "Accelerator._prepare_fsdp2": (accelerate.Accelerator._prepare_fsdp2, ["self", "args"]),
+    "Accelerator.prepare_optimizer": (accelerate.Accelerator.prepare_optimizer, ["self", "optimizer"]),
     "Accelerator.backward": (accelerate.Accelerator.backward, ["self", "loss", "kwargs"]),
     "Accelerator.prepare_model": (
         accelerate.Accelerator.prepare_model,
@@ -141,7 +151,7 @@ def test_logging_reads_the_loss_the_engine_returns():
 
 
 def test_the_base_class_goes_through_every_seam(monkeypatch):
-    """One run of two steps with evaluation: each overridden method is really called."""
+    """A run of two steps with evaluation, and one that resumes it: each overridden method is really called."""
     called: set[str] = set()
     unused = {"prediction_step", "_set_signature_columns_if_needed"}  # ours never gets there
     for name in OVERRIDDEN.keys() - unused:
@@ -154,16 +164,19 @@ def test_the_base_class_goes_through_every_seam(monkeypatch):
         monkeypatch.setattr(Engine, name, spy)
     from tiny import token_rows
 
-    run(
-        sft(
-            max_steps=2,
-            eval_rows=token_rows(2),
-            eval_strategy="steps",
-            eval_steps=1,
-            save_strategy="steps",
-            save_steps=1,
-        )
-    )
+    folder = scratch()
+    settings: dict[str, Any] = {
+        "max_steps": 2,
+        "eval_rows": token_rows(2),
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "load_best_model_at_end": True,
+        "output_dir": folder,
+    }
+    run(sft(**settings))
+    run(sft(**settings), resume=f"{folder}/checkpoint-1")
     missing = OVERRIDDEN.keys() - unused - called
     assert not missing, f"seams that transformers.Trainer no longer calls: {sorted(missing)}"
 
@@ -184,19 +197,15 @@ def test_micro_batches_reach_the_engine_untouched():
     assert type(seen[0]["batch"]) is list
 
 
-def test_under_deepspeed_the_loss_is_not_divided_again(monkeypatch):
-    """DeepSpeed divides a loss by the accumulation steps unless told not to."""
-    trainer = sft(max_steps=1, max_tokens_per_forward=10)
-    trainer.train()
-    given: list[dict[str, Any]] = []
-    window, _ = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 1, torch.device("cpu"))
-    deepspeed = accelerate.utils.DistributedType.DEEPSPEED
-    monkeypatch.setattr(accelerate.Accelerator, "distributed_type", deepspeed)
-    monkeypatch.setattr(accelerate.Accelerator, "no_sync", lambda self, model: contextlib.nullcontext())
-    monkeypatch.setattr(accelerate.Accelerator, "backward", lambda self, loss, **kwargs: given.append(kwargs))
-    trainer.training_step(trainer.model, window[0])
-    assert given
-    assert all(kwargs.get("scale_wrt_gas") is False for kwargs in given), "seam `Accelerator.backward` under DeepSpeed"
+def test_what_is_called_of_deepspeed():
+    """What the calls do is tested in test_deepspeed.py."""
+    engine = pytest.importorskip("deepspeed").DeepSpeedEngine
+    assert parameters(engine.set_gradient_accumulation_boundary) == ["self", "is_boundary"]
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    assert parameters(DeepSpeedZeroOptimizer.scaled_global_norm) == ["self", "norm_type"]
+    assert callable(DeepSpeedZeroOptimizer_Stage3._get_norm_groups)  # decorated: its signature is hidden
 
 
 @pytest.mark.parametrize("skip", [1, 4])

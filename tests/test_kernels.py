@@ -84,13 +84,13 @@ def test_new_lengths_do_not_compile_again(dynamo: Any):
         torch_compile=True,
         torch_compile_backend="eager",
     )
-    own = built._backward
+    own = built.strategy.backward
 
-    def backward(loss: Any) -> None:
+    def backward(model: Any, loss: Any, synchronise: bool) -> None:
         graphs.append(dynamo["stats"]["unique_graphs"])
-        own(loss)
+        own(model, loss, synchronise)
 
-    built._backward = backward
+    built.strategy.backward = backward
     built.train()
     assert len(graphs) == 6
     # For all three layers together: before and after attention, and where the break leaves and enters its module.

@@ -64,7 +64,7 @@ def base_model(model: Any) -> PreTrainedModel:
 def embedding_rows(prepared: Prepared) -> int:
     """How many token ids the model has an embedding for."""
     weight: Any = prepared.base.get_input_embeddings().weight
-    return int(weight.shape[0])
+    return int(getattr(weight, "ds_shape", weight.shape)[0])  # ZeRO-3 leaves none of it here
 
 
 def learned_positions(prepared: Prepared) -> int | None:

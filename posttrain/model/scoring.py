@@ -66,7 +66,7 @@ def _score(model: Any, batch: TokenBatch, request: ScoreRequest) -> TokenScores:
     if distinct is not None:
         hidden, targets, request = hidden[distinct.first], targets[distinct.first], _once(request, distinct)
     scores = score_hidden(model.get_output_embeddings(), hidden, targets, scoring.spec, request)
-    scores = replace(scores, aux_loss=found.aux_loss)
+    scores = scores._replace(aux_loss=found.aux_loss)
     return scores if distinct is None else _scatter(scores, distinct)
 
 
@@ -88,8 +88,7 @@ def _scatter(scores: TokenScores, distinct: Distinct) -> TokenScores:
     def spread(x: Tensor | None) -> Tensor | None:
         return None if x is None else x[distinct.slot]
 
-    return replace(
-        scores,
+    return scores._replace(
         logps=scores.logps[distinct.slot],
         entropy=spread(scores.entropy),
         top1=spread(scores.top1),

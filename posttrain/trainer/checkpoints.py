@@ -52,6 +52,25 @@ def is_complete(folder: Path) -> bool:
     return True
 
 
+def refuse_other_strategy(folder: str, deepspeed: bool, world_size: int) -> None:
+    """DeepSpeed's optimizer state is cut for its own ranks, and no other strategy reads it.
+
+    Raises `ConfigError` naming both numbers of processes.
+    """
+    parts = list(Path(folder).glob("global_step*/*zero_pp_rank_*_optim_states.pt"))
+    if bool(parts) != deepspeed:
+        saved, now = ("with", "without") if parts else ("without", "with")
+        raise ConfigError(
+            f"`resume_from_checkpoint`: {folder} was saved {saved} DeepSpeed, and this run is {now} it. Resume as it "
+            "was saved, or start a new run with `model_name_or_path` set to it."
+        )
+    if parts and len(parts) != world_size:
+        raise ConfigError(
+            f"`resume_from_checkpoint`: {folder} was saved by {len(parts)} DeepSpeed processes, and this run has "
+            f"{world_size}. Resume with {len(parts)}, or start a new run with `model_name_or_path` set to it."
+        )
+
+
 def forget(output_dir: str | None, step: int) -> None:
     """Take the mark of completeness from a checkpoint that is about to be written again."""
     from posttrain.parallel.ranks import barrier, rank  # torch; the command line asks before it is imported

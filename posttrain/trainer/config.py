@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 
 from posttrain.errors import ConfigError, suggest
 from posttrain.model.load import LoadOptions, Prepared
+from posttrain.parallel.deepspeed import join_ranks
 from posttrain.parallel.device import native_bf16
 from posttrain.parallel.ranks import say
 
@@ -88,6 +89,8 @@ class BaseConfig(TrainingArguments):
         self._check_activations()
         if self.use_liger_kernel:
             self.liger_kernel_config = _liger_config(self.liger_kernel_config)
+        if self.deepspeed_plugin is not None and self.use_cpu:
+            join_ranks()
 
     def _check_choices(self) -> None:
         """Hold the values of our own fields to their `Literal`s."""

@@ -12,64 +12,46 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, final
 
 import torch
-from accelerate.utils import DistributedType, DynamoBackend, TorchDynamoPlugin
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from transformers import ProgressCallback, Trainer
 from transformers.trainer_utils import EvalLoopOutput, set_seed
 
-from posttrain.data.forest import build_forest, split_forest
+from posttrain.data.forest import build_forest
 from posttrain.data.sampling import Collator, RowItems
-from posttrain.errors import ConfigError, EmptyDataError, NonFiniteError, TrainingError
+from posttrain.errors import ConfigError, NonFiniteError, TrainingError
+from posttrain.model.adapters import is_adapted
 from posttrain.model.load import base_model
-from posttrain.model.padding import padded_length
 from posttrain.model.router import balance_coefficient
+from posttrain.parallel.deepspeed import use_deepspeed
 from posttrain.parallel.device import keep_freed_memory
-from posttrain.parallel.ranks import all_max, all_sum, world_size
+from posttrain.parallel.params import fsdp2_plugin, parameter_count, refuse_fsdp1, use_fsdp2
+from posttrain.parallel.ranks import all_max, all_sum, barrier, world_size
+from posttrain.parallel.roles import find_strategy, prepare_role
+from posttrain.parallel.training_state import has_shards
 from posttrain.trainer.callbacks import RichProgressCallback
-from posttrain.trainer.checkpoints import find_checkpoint, forget
+from posttrain.trainer.checkpoints import find_checkpoint, forget, refuse_other_strategy
 from posttrain.trainer.config import BaseConfig
+from posttrain.trainer.evaluation import evaluate_all
+from posttrain.trainer.experience import Experience, Window, shown, tokens_and_sequences
 from posttrain.trainer.loading import eval_loader, train_loader
-from posttrain.trainer.meter import Meter, Speed
-from posttrain.trainer.predictions import Predictions
-from posttrain.trainer.randomness import preserved_rng
+from posttrain.trainer.meter import Meter, Speed, laid_tokens, layout_metrics, next_step_logs
+from posttrain.trainer.randomness import preserved_environment, preserved_rng
 from posttrain.trainer.refusals import refuse_unsupported
+from posttrain.trainer.training_state import load_training, load_weights, save_training, writes_shards
 from posttrain.trainer.tuning import Tuning
 from posttrain.types import LossOutput, Mean, TokenBatch
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Experience:
-    """What `loss_step` gets: a batch, and in subclasses what `experience` found, aligned to its read-outs or
-    sequences."""
-
-    batch: TokenBatch
-
-    def split(self, max_tokens: int) -> Sequence[Experience]:
-        """Pieces of at most `max_tokens` tokens, cut between units."""
-        return [replace(self, batch=piece) for piece in split_forest(self.batch, max_tokens)]
-
-    def to(self, device: torch.device) -> Experience:
-        return replace(self, batch=self.batch.to(device, non_blocking=True))
-
-
-@dataclass(frozen=True)
-class Window:
-    """What one optimizer step uses, over all ranks."""
-
-    units: float
-    sequences: float = 0.0
-    sources: tuple[int, ...] = ()  # rows of the data set on this rank
-    measure: bool = False  # whether this step logs
 
 
 class Engine(Trainer, abc.ABC):
@@ -139,17 +121,19 @@ class Engine(Trainer, abc.ABC):
         self.speed.run(0)
         window = [inputs["batch"] for inputs in (next(epoch_iterator, None) for _ in range(num_batches)) if inputs]
         window += [build_forest([])] * (num_batches - len(window))
-        self._set_window(measure=self._next_step_logs(), sources=tuple(s for b in window for s in b.source))
-        micro = self._pieces(window, device)
+        sources = tuple(s for batch in window for s in batch.source)
+        self._set_window(measure=next_step_logs(self.args, self.state), sources=sources)
+        micro = self.pieces(window, device)
         mine = sum((self.unit(e) for m in micro for e in m), torch.zeros(())).double()
-        counts = torch.stack([mine, *_tokens_and_sequences(window)])
+        counts = torch.stack([mine, *tokens_and_sequences(window)])
         units, tokens, sequences = all_sum(counts.to(device)).tolist()
         self._set_window(units=units, sequences=sequences)
         self._window_loss = 0.0
-        self.tuning.plan((self._laid_tokens(e.batch) for m in micro for e in m), device)
+        laid = (laid_tokens(e.batch, self.layout, self.args.pad_to_multiple_of) for m in micro for e in m)
+        self.tuning.plan(laid, device)
         self.state.num_input_tokens_seen += int(tokens)
         self.speed.run(tokens)
-        self._measure_layout(window)
+        self.meter.add(layout_metrics(window, self.layout, self.args.pad_to_multiple_of))
         if units == 0:
             logger.warning("step %d has no targets; its weights stay as they are", self.state.global_step + 1)
         return [{"batch": pieces} for pieces in micro], units
@@ -157,7 +141,7 @@ class Engine(Trainer, abc.ABC):
     def _set_window(self, **values: Any) -> None:
         self.window = replace(self.window, **values)
 
-    def _pieces(self, window: list[TokenBatch], device: torch.device) -> list[list[Experience]]:
+    def pieces(self, window: list[TokenBatch], device: torch.device) -> list[list[Experience]]:
         """Each micro-batch in pieces that fit the token budget; every rank as many, agreed before any forward."""
         model_was_training = self.model.training
         self.model.eval()
@@ -171,34 +155,6 @@ class Engine(Trainer, abc.ABC):
         agreed = all_max([len(p) for p in pieces], device)
         return [p + [replace(p[0], batch=build_forest([]))] * (n - len(p)) for p, n in zip(pieces, agreed, strict=True)]
 
-    def _measure_layout(self, window: list[TokenBatch]) -> None:
-        laid = sum(batch.num_tokens for batch in window if batch.num_sequences)
-        unshared = sum(batch.unshared_tokens for batch in window)
-        self.meter.add({"shared_share": Mean(float(unshared - laid), float(unshared))})
-        padded = self._padded_tokens(window)
-        self.meter.add({"padding_share": Mean(float(padded), float(padded + laid))})
-
-    def _padded_tokens(self, window: list[TokenBatch]) -> int:
-        """Positions computed for nothing: none, unless the model needs the padded layout."""
-        if self.layout != "padded":
-            return 0
-        return sum(self._laid_tokens(b) - b.unshared_tokens for b in window if b.num_sequences)
-
-    def _laid_tokens(self, batch: TokenBatch) -> int:
-        """Positions a forward computes."""
-        if self.layout != "padded" or not batch.num_sequences:
-            return batch.num_tokens
-        lengths = [len(batch.segments.positions(leaf)) for leaf in batch.leaf]
-        return padded_length(max(lengths), self.args.pad_to_multiple_of) * len(lengths)
-
-    def _next_step_logs(self) -> bool:
-        step, every = self.state.global_step + 1, self.state.logging_steps
-        if self.args.logging_strategy != "steps":
-            return self.args.logging_strategy != "no"
-        if step == 1 and self.args.logging_first_step:
-            return True
-        return step % every == 0 if every else False
-
     # ---- the step ----------------------------------------------------------------------------------------------------
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
@@ -210,23 +166,21 @@ class Engine(Trainer, abc.ABC):
         total = torch.zeros((), device=self.args.device)
         for i, piece in enumerate(pieces):
             last = i == len(pieces) - 1
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(model=model), self.tuning.offload():
+            # Leaving our no_sync leaves the caller's too, so the last piece of a quiet micro-batch asks again.
+            synchronise = last and self.accelerator.sync_gradients
+            quiet = contextlib.nullcontext() if synchronise else self.accelerator.no_sync(model=model)
+            with quiet, self.tuning.offload():
                 with self.compute_loss_context_manager():
                     loss = self.compute_loss(model, {"batch": piece.to(self.args.device)}, num_items_in_batch=None)
                 if not loss.requires_grad:
                     raise TrainingError(_NO_GRADIENT)
-                self._backward(loss)
+                self.strategy.backward(model, loss, synchronise)
             total += loss.detach()
         self._window_loss += total
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
         return total
-
-    def _backward(self, loss: Tensor) -> None:
-        # DeepSpeed would divide by the accumulation steps once more.
-        deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
-        self.accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))
 
     def _optimizer_mode(self, mode: str) -> None:
         """Schedule-free optimizers keep other weights in training than in evaluation."""
@@ -250,18 +204,20 @@ class Engine(Trainer, abc.ABC):
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """The norm, after checks that stop a run before the optimizer takes a bad step."""
-        norm: Any = super()._get_grad_norm(model, grad_norm)
+        norm: Any = self.strategy.grad_norm(model, super()._get_grad_norm(model, grad_norm))
         value, loss = float(norm), float(self._window_loss)
         step = self.state.global_step + 1
         # A loss scaler means to overflow at times, and then skips the step itself.
-        if not math.isfinite(loss) or (not math.isfinite(value) and self.accelerator.scaler is None):
+        bad = not math.isfinite(loss) or (not math.isfinite(value) and self.accelerator.scaler is None)
+        # Together: a rank that raised alone would leave the others waiting in the next collective.
+        if all_max([int(bad)], self.args.device)[0]:
             raise NonFiniteError(
-                f"step {step}: loss {loss}, gradient norm {value}, from rows {_shown(self.window.sources)} of the "
+                f"step {step}: loss {loss}, gradient norm {value}, from rows {shown(self.window.sources)} of the "
                 f"training set on this rank. The weights are those of step {step - 1}; checkpoints in "
                 f"{self.args.output_dir!r} are unharmed. Lower `learning_rate` or look at these rows."
             )
         if self.window.units == 0:
-            model.zero_grad(set_to_none=True)  # the optimizer skips parameters without a gradient
+            self.strategy.skip_step(model)
         elif value == 0.0 and step == 1:
             raise TrainingError(_NO_GRADIENT)
         return norm
@@ -274,6 +230,8 @@ class Engine(Trainer, abc.ABC):
         checkpoint = find_checkpoint(asked, self.args.output_dir)
         if checkpoint is None:
             set_seed(self.args.seed)
+        else:
+            refuse_other_strategy(checkpoint, self.is_deepspeed_enabled, world_size())
         self.speed = Speed()
         if self.args.use_cpu:
             keep_freed_memory()
@@ -284,6 +242,64 @@ class Engine(Trainer, abc.ABC):
         # An older checkpoint of the same step is no longer whole from here on.
         forget(self.args.output_dir, self.state.global_step)
         super()._save_checkpoint(model, trial)
+        barrier()
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        barrier()  # rank 0 marks the checkpoint complete next: no rank's part may be missing then
+
+    # ---- strategies: DDP, FSDP2, DeepSpeed ---------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Let accelerate run the strategy that was asked for, on any device and with our policy."""
+        refuse_fsdp1(self.args)
+        with preserved_environment():
+            super().create_accelerator_and_postprocess()
+            self.is_fsdp_enabled = use_fsdp2(self.accelerator, self._fsdp2)
+            self.is_deepspeed_enabled = use_deepspeed(self.accelerator, self.args.deepspeed_plugin, self.args)
+        self.strategy = find_strategy(self.accelerator)
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        self._fsdp2 = kwargs["fsdp_plugin"] = fsdp2_plugin(kwargs["fsdp_plugin"], self.args)
+        return super()._build_accelerator_args(**kwargs)
+
+    def _prepare_for_training(self, *args: Any) -> Any:
+        self.model_wrapped = self.strategy.release(self.model_wrapped, self.model)
+        model, loader = super()._prepare_for_training(*args)
+        self.optimizer = self.strategy.joined(self.optimizer, model)
+        return model, loader
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """One Hugging Face folder, written by rank 0, whatever the strategy; the adapter alone under peft."""
+        in_checkpoint = _internal_call and output_dir is not None
+        if in_checkpoint and writes_shards(self) and not self.args.save_only_model:
+            return  # the shards hold the weights
+        state = self.strategy.whole_state(self.model, is_adapted(self.model))
+        self._save(output_dir or self.args.output_dir, state_dict=state)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.is_fsdp_enabled:
+            return super()._save_optimizer_and_scheduler(output_dir)
+        save_training(self, output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if has_shards(resume_from_checkpoint):
+            return  # weights and optimizer come together, once there is an optimizer
+        if not self.is_fsdp_enabled:
+            return super()._load_from_checkpoint(resume_from_checkpoint, model)
+        load_weights(self, resume_from_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not (self.is_fsdp_enabled or has_shards(checkpoint)):
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        load_training(self, checkpoint)
+
+    def _load_best_model(self) -> None:
+        if not self.is_fsdp_enabled:
+            return super()._load_best_model()
+        load_weights(self, str(self.state.best_model_checkpoint))
 
     # ---- loaders -----------------------------------------------------------------------------------------------------
 
@@ -323,37 +339,17 @@ class Engine(Trainer, abc.ABC):
         model = self._evaluation_model(dataloader)
         training_window, training_meter = self.window, self.meter
         self.window, self.meter = Window(units=0.0, measure=True), Meter()
-        sums = torch.zeros(2, dtype=torch.float64)
-        rows = 0
-        wanted = self.compute_metrics is not None and not (prediction_loss_only or self.args.prediction_loss_only)
-        predictions = Predictions(self.preprocess_logits_for_metrics) if wanted else None
-        with torch.no_grad():
-            for inputs in dataloader:
-                rows += inputs["batch"].num_sequences
-                for piece in self._pieces([inputs["batch"]], self.args.device)[0]:
-                    output = self.loss_step(model, piece.to(self.args.device))
-                    self.meter.add(output.metrics)
-                    sums += torch.stack([output.total.double().cpu(), self.unit(piece).double().cpu()])
-                if predictions is not None:
-                    predictions.add(model, inputs["batch"].to(self.args.device))
-                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        total, units, count = all_sum(torch.cat([sums, torch.tensor([float(rows)])]).to(self.args.device)).tolist()
-        if units == 0:
-            raise EmptyDataError("`eval_dataset` has no targets; every row of it is masked or too short.")
-        means = {"loss": total / units, **self.meter.drain()}
-        self.window, self.meter = training_window, training_meter
-        logits, labels = None, None
-        if predictions is not None and self.compute_metrics is not None:
-            logits, labels, own = predictions.compute(self.compute_metrics)
-            means |= own
-        prefix = f"{metric_key_prefix}_"
-        metrics = {name if name.startswith(prefix) else prefix + name: value for name, value in means.items()}
-        return EvalLoopOutput(logits, labels, metrics, int(count))  # pyright: ignore[reportArgumentType]
+        try:
+            wanted = self.compute_metrics is not None and not (prediction_loss_only or self.args.prediction_loss_only)
+            with torch.no_grad():
+                return evaluate_all(self, model, dataloader, wanted, f"{metric_key_prefix}_")
+        finally:
+            self.window, self.meter = training_window, training_meter
 
     def _evaluation_model(self, dataloader: Any) -> Any:
         model = self._wrap_model(self.model, training=False, dataloader=dataloader)
         if len(self.accelerator._models) == 0 and model is self.model:
-            model = self.accelerator.prepare_model(model, evaluation_mode=True)
+            model = prepare_role(model, "policy", self.accelerator)
             self.model_wrapped = model if model is not self.model else self.model_wrapped
         model.eval()
         self._optimizer_mode("eval")
@@ -377,11 +373,9 @@ class Engine(Trainer, abc.ABC):
         tokens = sum(piece.batch.num_tokens for piece in inputs["batch"])
         return 6 * tokens * self._parameters
 
-    @property
+    @functools.cached_property
     def _parameters(self) -> int:
-        if "_parameter_count" not in self.__dict__:
-            self._parameter_count = sum(p.numel() for p in self.model_wrapped.parameters())
-        return self._parameter_count
+        return parameter_count(self.model)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Counted once for the window, in `get_batch_samples`."""
@@ -391,12 +385,3 @@ class Engine(Trainer, abc.ABC):
 
 
 _NO_GRADIENT = "step 1: no trainable weight received a gradient; check `peft_config` and what is frozen."
-
-
-def _tokens_and_sequences(window: list[TokenBatch]) -> Tensor:
-    tokens, sequences = (sum(x) for x in ([b.unshared_tokens for b in window], [b.num_sequences for b in window]))
-    return torch.tensor([tokens, sequences], dtype=torch.float64)
-
-
-def _shown(sources: tuple[int, ...]) -> str:
-    return ", ".join(map(str, sources[:16])) + (f", … ({len(sources)} in all)" if len(sources) > 16 else "")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from torch import Tensor
 
+from posttrain.model.padding import padded_length
 from posttrain.parallel.ranks import gather_objects
-from posttrain.types import Mean
+from posttrain.types import Mean, TokenBatch
 
 
 class Meter:
@@ -60,3 +62,34 @@ class Speed:
         speed = self._tokens / max(self._seconds, 1e-9)
         self._tokens, self._seconds = 0.0, 0.0
         return speed
+
+
+def layout_metrics(window: list[TokenBatch], layout: str, multiple: int | None) -> dict[str, Mean]:
+    """What sharing saved of the tokens, and what padding added to them."""
+    used = [batch for batch in window if batch.num_sequences]
+    laid, unshared = sum(batch.num_tokens for batch in used), sum(batch.unshared_tokens for batch in used)
+    padded = 0
+    if layout == "padded":
+        padded = sum(laid_tokens(batch, layout, multiple) - batch.unshared_tokens for batch in used)
+    return {
+        "shared_share": Mean(float(unshared - laid), float(unshared)),
+        "padding_share": Mean(float(padded), float(padded + laid)),
+    }
+
+
+def laid_tokens(batch: TokenBatch, layout: str, multiple: int | None) -> int:
+    """Positions a forward computes."""
+    if layout != "padded" or not batch.num_sequences:
+        return batch.num_tokens
+    lengths = [len(batch.segments.positions(leaf)) for leaf in batch.leaf]
+    return padded_length(max(lengths), multiple) * len(lengths)
+
+
+def next_step_logs(args: Any, state: Any) -> bool:
+    """Whether the optimizer step to come will be told in the log."""
+    step, every = state.global_step + 1, state.logging_steps
+    if args.logging_strategy != "steps":
+        return args.logging_strategy != "no"
+    if step == 1 and args.logging_first_step:
+        return True
+    return step % every == 0 if every else False

@@ -23,6 +23,7 @@ class Predictions:
 
     def add(self, model: Any, batch: TokenBatch) -> None:
         if not batch.num_sequences:
+            model(input_ids=batch.input_ids[None, :1], use_cache=False)  # where weights are sharded, all ranks gather
             return
         rows = pad_rows(batch)
         real = rows.index >= 0

@@ -1,8 +1,9 @@
-"""Building a trainer draws no random numbers from the user's generators."""
+"""Building a trainer leaves the process as it was: its generators and its environment."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 from collections.abc import Iterator
 
@@ -29,3 +30,19 @@ def seeded(seed: int) -> Iterator[None]:
     with preserved_rng():
         set_seed(seed)
         yield
+
+
+@contextlib.contextmanager
+def preserved_environment() -> Iterator[None]:
+    """Take back what accelerate writes to the environment: the next trainer would be asked for the same strategy."""
+    before = {name: os.environ.get(name) for name in _STRATEGY}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+_STRATEGY = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_MIXED_PRECISION")

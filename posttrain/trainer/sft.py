@@ -16,7 +16,8 @@ from posttrain.loss.nll import TOKEN_LOSSES
 from posttrain.model.load import check_model_source, embedding_rows, learned_positions, load_tokenizer, prepare_model
 from posttrain.parallel.ranks import say
 from posttrain.trainer.config import BaseConfig, load_options, share_prefixes
-from posttrain.trainer.engine import Engine, Experience
+from posttrain.trainer.engine import Engine
+from posttrain.trainer.experience import Experience
 from posttrain.trainer.loading import check_ids, make_items
 from posttrain.trainer.randomness import seeded
 from posttrain.types import LossOutput, Mean, ScoreRequest, TokenBatch

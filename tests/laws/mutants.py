@@ -108,15 +108,15 @@ def first_chunk_twice(patch: Patch) -> None:
 @mutant
 def piece_lost(patch: Patch) -> None:
     """A micro-batch over the token budget loses its last piece."""
-    import posttrain.trainer.engine as engine
+    import posttrain.trainer.experience as experience
 
-    own = engine.split_forest
+    own = experience.split_forest
 
     def split_forest(*args: Any) -> Any:
         pieces = own(*args)
         return pieces[:-1] if len(pieces) > 1 else pieces
 
-    patch.setattr(engine, "split_forest", split_forest)
+    patch.setattr(experience, "split_forest", split_forest)
 
 
 @mutant
@@ -226,3 +226,35 @@ def mask_forgotten(patch: Patch) -> None:
 
     own = sampling.Row
     patch.setattr(sampling, "Row", lambda ids, weights: own(ids, [1.0] * len(ids)))
+
+
+@mutant
+def outputs_rounded(patch: Patch) -> None:
+    """FSDP2 casts what leaves the model."""
+    import posttrain.parallel.params as params
+
+    own = params.MixedPrecisionPolicy
+    patch.setattr(params, "MixedPrecisionPolicy", lambda **fields: own(**fields | {"output_dtype": torch.bfloat16}))
+
+
+@mutant
+def steps_in_every_backward(patch: Patch) -> None:
+    """ZeRO steps after every piece and micro-batch."""
+    from posttrain.parallel.deepspeed import Zero
+
+    def backward(self: Any, model: Any, loss: Any, synchronise: bool) -> None:
+        model.set_gradient_accumulation_boundary(True)
+        model.backward(loss, scale_wrt_gas=False)
+        if not synchronise:
+            model.step()
+
+    patch.setattr(Zero, "backward", backward)
+
+
+@mutant
+def divided_once_more(patch: Patch) -> None:
+    """DeepSpeed divides the loss by the accumulation steps."""
+    from posttrain.parallel.deepspeed import Zero
+
+    own = Zero.backward
+    patch.setattr(Zero, "backward", lambda self, model, loss, sync: own(self, model, loss / 2, sync))

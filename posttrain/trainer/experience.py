@@ -1,0 +1,46 @@
+"""What goes through the engine's two halves, and what a step knows of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from posttrain.data.forest import split_forest
+from posttrain.types import TokenBatch
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What `loss_step` gets: a batch, and in subclasses what `experience` found, aligned to its read-outs or
+    sequences."""
+
+    batch: TokenBatch
+
+    def split(self, max_tokens: int) -> Sequence[Experience]:
+        """Pieces of at most `max_tokens` tokens, cut between units."""
+        return [replace(self, batch=piece) for piece in split_forest(self.batch, max_tokens)]
+
+    def to(self, device: torch.device) -> Experience:
+        return replace(self, batch=self.batch.to(device, non_blocking=True))
+
+
+@dataclass(frozen=True)
+class Window:
+    """What one optimizer step uses, over all ranks."""
+
+    units: float
+    sequences: float = 0.0
+    sources: tuple[int, ...] = ()  # rows of the data set on this rank
+    measure: bool = False  # whether this step logs
+
+
+def tokens_and_sequences(window: list[TokenBatch]) -> Tensor:
+    tokens, sequences = (sum(x) for x in ([b.unshared_tokens for b in window], [b.num_sequences for b in window]))
+    return torch.tensor([tokens, sequences], dtype=torch.float64)
+
+
+def shown(sources: tuple[int, ...]) -> str:
+    return ", ".join(map(str, sources[:16])) + (f", … ({len(sources)} in all)" if len(sources) > 16 else "")

@@ -1,0 +1,136 @@
+"""DeepSpeed ZeRO-2 and 3 on two ranks: what one process does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import strategies as s
+from laws.runs import scratch, sft
+from pool import POOL
+from tiny import tiny_model, token_rows
+
+from posttrain.errors import ConfigError
+from posttrain.trainer.checkpoints import refuse_other_strategy
+
+pytest.importorskip("deepspeed")
+STAGES = pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+
+
+@STAGES
+def test_one_process_is_two_ranks(strategy):
+    facts = s.one_is_two(strategy)
+    assert facts["wrapper"] == "DeepSpeedEngine"
+    assert (facts["partitioned"] == facts["parameters"]) == (strategy == "zero3")
+
+
+@STAGES
+def test_accumulation_pieces_and_empty_micro_batches(strategy):
+    """One optimizer step a window, however many backward passes: 9 rows, 8 a step, in pieces."""
+    rows = token_rows(9)
+    s.one_is_two(strategy, 8, split=2, rows=rows, max_tokens_per_forward=30, max_steps=-1, num_train_epochs=1)
+
+
+@STAGES
+def test_clipped_steps_and_norms(strategy):
+    s.clipped_one_is_two(strategy)
+
+
+@STAGES
+def test_model_by_name(strategy):
+    s.named_is_object(strategy)
+
+
+@STAGES
+def test_adapter(strategy):
+    s.adapted_one_is_two(strategy)
+
+
+@STAGES
+def test_evaluation(strategy):
+    s.evaluation_is_ones(strategy)
+
+
+def test_tied_embeddings_under_gradient_checkpointing():
+    model = tiny_model("qwen3", tie_word_embeddings=True)
+    s.one_is_two("zero3", model=model, gradient_checkpointing=True, max_steps=2, head_memory_mb=1)
+
+
+@STAGES
+@pytest.mark.parametrize("mutant", ["ranks_forgotten", "steps_in_every_backward", "divided_once_more"])
+def test_mutants_are_caught(strategy, mutant):
+    with s.caught():
+        s.one_is_two(strategy, 8, split=2, mutant=mutant, max_steps=1)
+
+
+@STAGES
+def test_nothing_is_rounded_on_its_way(strategy):
+    s.nothing_is_rounded(strategy)
+
+
+@STAGES
+def test_a_frozen_reference(strategy):
+    assert s.reference_scores_alike(strategy)["partitioned"] == (strategy == "zero3")
+
+
+@STAGES
+def test_nan_on_one_rank_stops_both(strategy):
+    for told in POOL.run(s.train_poisoned, strategy=strategy):
+        assert "step 1" in told
+
+
+@STAGES
+def test_a_step_without_units_changes_nothing(strategy):
+    s.an_empty_step_changes_nothing(strategy)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@STAGES
+def test_resumed_by_two(strategy):
+    s.resumed_is_whole(strategy)
+
+
+def test_an_adapter_resumed_by_two():
+    s.resumed_is_whole("zero3", peft_config=s.lora())
+
+
+def test_another_number_of_ranks_is_refused():
+    _, settings, checkpoint = s.going_on("zero2")
+    with pytest.raises(ConfigError, match="saved with DeepSpeed, and this run is without"):
+        s.train(per_device_train_batch_size=4, resume=checkpoint, output_dir=scratch(), **settings)
+    with pytest.raises(ConfigError, match="2 DeepSpeed processes, and this run has 1"):
+        refuse_other_strategy(checkpoint, deepspeed=True, world_size=1)
+
+
+# ---- refused ---------------------------------------------------------------------------------------------------------
+
+
+def build(**fields: Any) -> str:
+    with s.clean():
+        try:
+            sft(**fields)
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+CONFLICTS = {
+    "gradient_accumulation_steps": s.zero(2, gradient_accumulation_steps=7),
+    "max_grad_norm": s.zero(2, gradient_clipping=3.0),
+    "zero_optimization.stage": s.zero(0),
+    "curriculum_learning": s.zero(2, curriculum_learning={"enabled": True}),
+}
+
+
+def test_configs_that_disagree_are_refused():
+    for first, second in zip(*POOL.run(build_all), strict=True):
+        assert first == second
+    told = dict(zip(CONFLICTS, POOL.run(build_all)[0], strict=True))
+    for name, text in told.items():
+        assert name in text
+
+
+def build_all() -> list[str]:
+    return [build(**fields) for fields in CONFLICTS.values()]
