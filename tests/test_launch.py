@@ -288,9 +288,12 @@ def start(*line: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
-def test_two_processes_end_where_one_does(run: list[str], tmp_path: Path):
+@pytest.mark.parametrize(
+    "name", ["cpu", *(pytest.param(n, marks=pytest.mark.slow) for n in ("fsdp2", "zero2", "zero3"))]
+)
+def test_two_processes_end_where_one_does(name: str, run: list[str], tmp_path: Path):
     two = start(
-        *run, "--accelerate_config", "cpu", "--num_processes", "2", "--per_device_train_batch_size", "2",
+        *run, "--accelerate_config", name, "--num_processes", "2", "--per_device_train_batch_size", "2",
         "--output_dir", str(tmp_path / "two"),
     )  # fmt: skip
     out, err = two.communicate(timeout=120)
@@ -301,11 +304,11 @@ def test_two_processes_end_where_one_does(run: list[str], tmp_path: Path):
         "--output_dir", str(tmp_path / "one"),
     )  # fmt: skip
     assert one.wait(timeout=120) == 0
-    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    first, second = (load_file(tmp_path / folder / "model.safetensors") for folder in ("one", "two"))
     moved = dict(tiny_model(eos_token_id=257).named_parameters())
-    for name, value in first.items():
-        torch.testing.assert_close(second[name], value, rtol=1e-5, atol=1e-6)
-        assert not torch.equal(value, moved[name])
+    for weight, value in first.items():
+        torch.testing.assert_close(second[weight], value, rtol=1e-5, atol=1e-6)
+        assert not torch.equal(value, moved[weight])
 
 
 def alive(marker: str) -> list[int]:
