@@ -82,9 +82,8 @@ def _adapter_folder(source: str) -> str:
 def _merge_into(folder: Path, config: MergeConfig, adapter: SavedAdapter) -> None:
     """Merge in float32, save, load what was saved, and compare it with the adapter. Raises `ModelError`."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    from posttrain.model.load import LoadOptions, base_config, load_tokenizer, load_weights
+    from posttrain.model.load import LoadOptions, auto_class, base_config, load_tokenizer, load_weights
     from posttrain.model.merge import (
         HALF_TOLERANCE,
         TOLERANCE,
@@ -115,7 +114,7 @@ def _merge_into(folder: Path, config: MergeConfig, adapter: SavedAdapter) -> Non
     end_with(model, tokenizer)  # an adapter's folder holds no config
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    saved = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trust)
+    saved = auto_class(model.config).from_pretrained(folder, dtype=dtype, trust_remote_code=trust)
     lost = first_difference(saved, model)
     if lost is not None:
         raise ModelError(f"the saved model's {lost!r} is not what was merged; nothing was saved.")

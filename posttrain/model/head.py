@@ -55,7 +55,7 @@ def check_head(model: PreTrainedModel) -> None:
 def score_hidden(head: Any, hidden: Tensor, targets: Tensor, spec: HeadSpec, request: ScoreRequest) -> TokenScores:
     """Score hidden states [N, H] with the head module, exactly as its own forward would."""
 
-    if _is_known(head):
+    if is_known(head):
 
         def score(given: Operands) -> tuple[Tensor, ...]:
             return _tensors(head_scores(given, targets, spec, request))
@@ -101,20 +101,20 @@ def _kind(head: Any) -> str:
     return forwards.get(type(head).forward, "other")
 
 
-def _is_known(head: Any) -> bool:
+def is_known(head: Any) -> bool:
     """Whether operands say all of what the head computes. What they do not say is left to its own forward: merged
     adapters that are switched off (it takes them out first), variants of LoRA, biases that peft leaves out."""
     kind = _kind(head)
     if kind == "saved":
-        return _is_known(_saved_module(head))
+        return is_known(_saved_module(head))
     if kind == "tokens":
         layer, names = head.token_adapter, _active(head.token_adapter, head.token_adapter.token_indices)
         ids = [i for name in names for i in layer.token_indices[name]]
         fits = not names or (layer.get_base_layer().bias is None and len(set(ids)) == len(ids))
-        return fits and not (layer.disable_adapters and layer.merged) and _is_known(layer.get_base_layer())
+        return fits and not (layer.disable_adapters and layer.merged) and is_known(layer.get_base_layer())
     if kind == "lora":
         plain = not any(name in head.lora_variant or head.lora_bias[name] for name in _active(head, head.lora_A))
-        return plain and not (head.disable_adapters and head.merged) and _is_known(head.base_layer)
+        return plain and not (head.disable_adapters and head.merged) and is_known(head.base_layer)
     return kind == "linear"
 
 

@@ -18,7 +18,7 @@ from posttrain.model.head import head_spec
 from posttrain.model.probe import choose_layout, take_forests
 from posttrain.model.saved import SavedAdapter, check_resized, find_adapter, put_on
 from posttrain.model.scoring import Scoring, bind_head
-from posttrain.model.tokens import TOKEN_MULTIPLE, make_room, with_trained_tokens
+from posttrain.model.tokens import TOKEN_MULTIPLE, make_room, rows_of, with_trained_tokens
 from posttrain.parallel.device import native_bf16
 from posttrain.parallel.ranks import say
 from posttrain.types import Layout
@@ -63,8 +63,7 @@ def base_model(model: Any) -> PreTrainedModel:
 
 def embedding_rows(prepared: Prepared) -> int:
     """How many token ids the model has an embedding for."""
-    weight: Any = prepared.base.get_input_embeddings().weight
-    return int(getattr(weight, "ds_shape", weight.shape)[0])  # ZeRO-3 leaves none of it here
+    return rows_of(prepared.base.get_input_embeddings())
 
 
 def learned_positions(prepared: Prepared) -> int | None:
@@ -193,7 +192,7 @@ def _take_tokens(model: Any, peft_config: Any, ids: list[int]) -> Any:
             "it first (`posttrain merge`), or give the template as a Jinja file."
         )
     make_room(model, ids, TOKEN_MULTIPLE)
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = rows_of(model.get_input_embeddings())
     say(f"{len(ids)} tokens come with the chat template; the model has {rows} rows")
     return peft_config if peft_config is None else with_trained_tokens(model, peft_config, ids)
 

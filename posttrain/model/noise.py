@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from posttrain.model.body import backbone
 from posttrain.types import Segments
 
 
@@ -21,7 +22,7 @@ class EmbeddingNoise:
         """`model`: the causal language model under an adapter."""
         self.alpha = alpha
         self._lengths: Tensor | None = None
-        body, embedding = model.base_model, model.get_input_embeddings()
+        body, embedding = backbone(model), model.get_input_embeddings()
         self._handles = [
             body.register_forward_pre_hook(self._read, with_kwargs=True),
             embedding.register_forward_hook(self._add),

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posttrain.errors import ModelError
 from posttrain.parallel.ranks import say
 
 _FORMULA = ("gate_logits", "num_experts", "top_k", "attention_mask")
@@ -50,9 +51,12 @@ def balance_losses(logits: Sequence[Tensor], owner: Tensor, paths: Tensor, top_k
     `logits` [T, E] of each layer; `owner` [T] the segment of each token, K for padding; `paths` [S, K] 1 where a
     segment is part of a sequence.
     """
-    S, K = paths.shape
+    K = paths.shape[1]
     if not len(logits):
-        return torch.zeros(S, device=paths.device)
+        raise ModelError(
+            "`router_aux_loss_coef` is set, and no router of this model let its logits be read: set it to 0, and "
+            "leave out `torch_compile` and the model's own kernels to have the balance loss."
+        )
     E = logits[0].shape[-1]
     chosen, mass = (torch.zeros(K + 1, E, device=owner.device) for _ in range(2))
     for layer in logits:

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from posttrain.errors import MissingExtraError, ModelError
 from posttrain.model.adapters import keep_master_weights
+from posttrain.model.tokens import rows_of
 from posttrain.parallel.ranks import say
 
 if TYPE_CHECKING:
@@ -84,7 +86,7 @@ def put_on(base: Any, adapter: SavedAdapter, trainable: bool = True) -> Any:
 
     weights = load_peft_weights(adapter.source, device="cpu", revision=adapter.revision)
     rows = _vocabulary(base, weights)
-    if rows is not None and rows != base.get_input_embeddings().weight.shape[0]:
+    if rows is not None and rows != rows_of(base.get_input_embeddings()):
         base.resize_token_embeddings(rows, mean_resizing=False)
     try:
         model = PeftModel.from_pretrained(base, adapter.source, is_trainable=trainable, revision=adapter.revision)
@@ -108,6 +110,22 @@ def _vocabulary(base: Any, weights: dict[str, Any]) -> int | None:
     return None
 
 
+def restore_weights(model: Any, folder: str) -> None:
+    """Read the weights that `save_pretrained` wrote back into the model, whatever names its family saves them under.
+
+    Raises `ModelError` when the folder lacks one. The saved tensors are read in float32, which holds every dtype that
+    is trained.
+    """
+    saved, found = type(model).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise ModelError(f"the checkpoint {folder!r} lacks {missing[0]!r} and {len(missing) - 1} more weights.")
+    values = saved.state_dict()
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            value.copy_(values[name])
+
+
 def check_resized(model: Any) -> None:
     """Refuse an adapter on a resized model whose new rows peft would not save with it, so that it could not be loaded
     again: it stores them where it can see that they are new, and never for one end of a model when the other has an
@@ -116,7 +134,7 @@ def check_resized(model: Any) -> None:
     from transformers import AutoConfig
 
     base, config = model.get_base_model(), model.active_peft_config
-    rows = base.get_input_embeddings().weight.shape[0]
+    rows = rows_of(base.get_input_embeddings())
     try:
         before = AutoConfig.from_pretrained(
             config.base_model_name_or_path or "", revision=config.revision

@@ -42,8 +42,14 @@ def make_room(model: Any, ids: Iterable[int], multiple: int | None = None) -> No
     """Resize a model's embeddings, and its head, so that every id has a row. New rows start at the mean of the old
     ones, with their spread. Models that have rows to spare stay as they are."""
     highest = max(ids, default=-1)
-    if highest >= model.get_input_embeddings().weight.shape[0]:
+    if highest >= rows_of(model.get_input_embeddings()):
         model.resize_token_embeddings(highest + 1, pad_to_multiple_of=multiple)
+
+
+def rows_of(embedding: Any) -> int:
+    """Rows of an embedding's weight, which ZeRO-3 may have cut up."""
+    weight = embedding.weight
+    return int(getattr(weight, "ds_shape", weight.shape)[0])
 
 
 def with_trained_tokens(model: Any, peft_config: Any, ids: list[int]) -> Any:

@@ -123,7 +123,7 @@ class BaseConfig(TrainingArguments):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"`{name}` is {value}; it must be at least 1.")
-        for name in ("learning_rate", "weight_decay", "warmup_steps"):
+        for name in ("learning_rate", "weight_decay", "warmup_steps", "router_aux_loss_coef"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"`{name}` is {getattr(self, name)}; it cannot be negative.")
         if self.max_steps < 1 and self.num_train_epochs <= 0:

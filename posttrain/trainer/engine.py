@@ -46,7 +46,7 @@ from posttrain.trainer.experience import Experience, Window, shown, tokens_and_s
 from posttrain.trainer.loading import eval_loader, train_loader
 from posttrain.trainer.meter import Meter, Speed, laid_tokens, layout_metrics, next_step_logs
 from posttrain.trainer.randomness import preserved_environment, preserved_rng
-from posttrain.trainer.refusals import refuse_unsupported
+from posttrain.trainer.refusals import refuse_combinations, refuse_unsupported
 from posttrain.trainer.training_state import load_training, load_weights, save_training, writes_shards
 from posttrain.trainer.tuning import Tuning
 from posttrain.types import LossOutput, Mean, TokenBatch
@@ -76,6 +76,7 @@ class Engine(Trainer, abc.ABC):
         if use_cache is not None:
             model.config.use_cache = use_cache  # the base class turns it off, in the saved model too; we pass it
         self.neftune_noise_alpha = None  # the base class's noise takes a packed row for one sequence
+        refuse_combinations(args, base_model(model), self.strategy, self._balance)
         self.accelerator.state.dynamo_plugin = TorchDynamoPlugin(
             backend=DynamoBackend.NO
         )  # layers are compiled, not all
@@ -196,6 +197,10 @@ class Engine(Trainer, abc.ABC):
         output = self.loss_step(model, inputs["batch"])
         self.meter.add(output.metrics)
         loss = output.total * (world_size() / max(self.window.units, 1e-12))
+        if self.balancing and output.aux_loss is None:
+            raise ConfigError(
+                f"`router_aux_loss_coef` is {self._balance}; this `loss_step` gives no `aux_loss`: set 0."
+            )
         if output.aux_loss is not None:
             loss = loss + output.aux_loss * (self._balance * world_size() / max(self.window.sequences, 1.0))
             count = float(inputs["batch"].batch.num_sequences)
@@ -287,9 +292,8 @@ class Engine(Trainer, abc.ABC):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if has_shards(resume_from_checkpoint):
             return  # weights and optimizer come together, once there is an optimizer
-        if not self.is_fsdp_enabled:
-            return super()._load_from_checkpoint(resume_from_checkpoint, model)
-        load_weights(self, resume_from_checkpoint)
+        if not load_weights(self, resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not (self.is_fsdp_enabled or has_shards(checkpoint)):
@@ -297,9 +301,8 @@ class Engine(Trainer, abc.ABC):
         load_training(self, checkpoint)
 
     def _load_best_model(self) -> None:
-        if not self.is_fsdp_enabled:
-            return super()._load_best_model()
-        load_weights(self, str(self.state.best_model_checkpoint))
+        if not load_weights(self, str(self.state.best_model_checkpoint)):
+            super()._load_best_model()
 
     # ---- loaders -----------------------------------------------------------------------------------------------------
 
@@ -349,8 +352,9 @@ class Engine(Trainer, abc.ABC):
     def _evaluation_model(self, dataloader: Any) -> Any:
         model = self._wrap_model(self.model, training=False, dataloader=dataloader)
         if len(self.accelerator._models) == 0 and model is self.model:
-            model = prepare_role(model, "policy", self.accelerator)
-            self.model_wrapped = model if model is not self.model else self.model_wrapped
+            if self.model_wrapped is self.model:  # a second ZeRO-3 engine would hook the same weights twice
+                self.model_wrapped = prepare_role(model, "policy", self.accelerator)
+            model = self.model_wrapped
         model.eval()
         self._optimizer_mode("eval")
         return model

@@ -6,6 +6,11 @@ import importlib.util
 from typing import Any
 
 from posttrain.errors import ConfigError, MissingExtraError
+from posttrain.model.head import is_known
+from posttrain.model.recurrent import mixers
+from posttrain.model.rope import varying_rope
+from posttrain.parallel.ranks import world_size
+from posttrain.parallel.strategy import Strategy
 from posttrain.trainer.config import BaseConfig
 
 
@@ -32,8 +37,36 @@ def refuse_unsupported(args: BaseConfig) -> None:
         raise MissingExtraError(
             "`use_liger_kernel` is on and liger-kernel is not installed; pip install 'posttrain[liger]'."
         )
-    if args.torch_compile and args.deepspeed:
-        raise ConfigError("`torch_compile` and `deepspeed` are both set: its hooks sit inside the layers; drop one.")
     for name, bad in wrong.items():
         if bad:
             raise ConfigError(f"`{name}` is set, and this version does not support it; leave it out.")
+
+
+def refuse_combinations(args: BaseConfig, base: Any, strategy: Strategy, balance: float) -> None:
+    """Fields that exclude each other, or the model, under the strategy that runs. `base`: the transformers model."""
+    deepspeed = args.deepspeed_plugin is not None
+    parted = strategy.sharded and world_size() > 1
+    rope = varying_rope(base.config)
+    checkpointing: Any = args.activation_checkpointing_kwargs or args.gradient_checkpointing_kwargs or {}
+    wrong = {
+        "`torch_compile` is on under DeepSpeed, whose hooks sit inside the layers; drop one of them": deepspeed
+        and args.torch_compile,
+        "`fp16` is on under DeepSpeed, whose scaler overflows by design; set `bf16`": deepspeed and args.fp16,
+        "`save_on_each_node` is on and the weights are sharded; give all machines one `output_dir`": strategy.sharded
+        and args.save_on_each_node,
+        f"`model`: {rope} rotary frequencies take one forward for each length, and ranks with other lengths would wait "
+        "for each other's weights; train it with DDP or in one process": parted and rope is not None,
+        "`model`: its token mixers run once for each length, and under ZeRO-3 ranks with other lengths would wait for "
+        "each other's weights; use ZeRO-2 or FSDP2": parted and deepspeed and bool(mixers(base)),
+        f"`model`: the output projection is a {type(base.get_output_embeddings()).__name__}, which takes several "
+        "forwards under ZeRO-3; put plain LoRA on it, or use ZeRO-2 or FSDP2": parted
+        and deepspeed
+        and not is_known(base.get_output_embeddings()),
+        "`router_aux_loss_coef` is set and `use_reentrant` is on in the checkpointing kwargs: the balance loss would "
+        "train nothing; turn one of them off": balance > 0
+        and args.activation_checkpointing
+        and bool(checkpointing.get("use_reentrant")),
+    }
+    for text, bad in wrong.items():
+        if bad:
+            raise ConfigError(f"{text}.")

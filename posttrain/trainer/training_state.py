@@ -11,6 +11,7 @@ import torch
 from posttrain.errors import ConfigError
 from posttrain.model.adapter_weights import saved_tensors, tied_names
 from posttrain.model.adapters import is_adapted
+from posttrain.model.saved import restore_weights
 from posttrain.parallel.training_state import (
     has_shards,
     load_optimizer_state,
@@ -52,9 +53,14 @@ def load_training(trainer: Any, folder: str) -> None:
     trainer.lr_scheduler.load_state_dict(torch.load(Path(folder) / "scheduler.pt", weights_only=True))
 
 
-def load_weights(trainer: Any, folder: str) -> None:
-    """Weights alone, into a sharded model."""
+def load_weights(trainer: Any, folder: str) -> bool:
+    """Weights alone. False for adapters in one process or under DDP, and for DeepSpeed: they are upstream's to read."""
     if has_shards(folder):
         load_shard_weights(folder, trainer.model, is_adapted(trainer.model))
-    else:
+    elif trainer.is_fsdp_enabled:
         load_weight_files(folder, saved_tensors(trainer.model), tied_names(trainer.model))
+    elif trainer.is_deepspeed_enabled or is_adapted(trainer.model):
+        return False
+    else:
+        restore_weights(trainer.model, folder)  # upstream would pass over names that a family saves otherwise
+    return True
