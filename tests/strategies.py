@@ -171,17 +171,32 @@ def lora() -> LoraConfig:
 
 def adapted_one_is_two(strategy: str) -> None:
     """As above under LoRA, saved as an adapter alone."""
-    one, _ = train(per_device_train_batch_size=4, output_dir=scratch(), peft_config=lora())
-    two, _ = on_two(strategy, per_device_train_batch_size=2, peft_config=lora())
-    same(one, two)
+    one_is_two(strategy, peft_config=lora())
 
 
-def evaluated(strategy: str, train_first: bool) -> dict[str, float]:
+def head_adapted_one_is_two(strategy: str) -> None:
+    """As above with an adapter on the head, whose own frozen weight peft then saves too."""
+    one_is_two(strategy, peft_config=LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False))
+
+
+def half_copy_one_is_two(strategy: str) -> None:
+    """Modules trained in full beside LoRA on a base in bfloat16: as one process, but for rounding."""
+    config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["down_proj", "lm_head"])
+    made = {"model": tiny_model("qwen3").bfloat16(), "peft_config": config, "bf16": True}
+    one, _ = train(per_device_train_batch_size=4, **copy.deepcopy(made))
+    two, _ = on_two(strategy, per_device_train_batch_size=2, **made)
+    rounded = [name for name, w in two.weights.items() if w.dtype != torch.float32 or torch.equal(w, w.bfloat16())]
+    assert not any("down_proj" in name or "lm_head" in name for name in rounded)
+    same(one, two, tolerance=0.05)
+
+
+def evaluated(strategy: str) -> dict[str, float]:
     with clean():
         trainer = sft(eval_rows=token_rows(5, seed=3), per_device_eval_batch_size=2, **STRATEGIES[strategy])
         before = trainer.evaluate()["eval_loss"]
-        if train_first:
-            trainer.train()
+        prepared = trainer.model_wrapped
+        assert (trainer.evaluate()["eval_loss"], trainer.model_wrapped) == (before, prepared)
+        trainer.train()
         return {"before": before, "after": trainer.evaluate()["eval_loss"]}
 
 
@@ -191,7 +206,7 @@ def evaluation_is_ones(strategy: str) -> None:
     before = one.evaluate()["eval_loss"]
     one.train()
     after = one.evaluate()["eval_loss"]
-    for two in POOL.run(evaluated, strategy=strategy, train_first=True):
+    for two in POOL.run(evaluated, strategy=strategy):
         assert two["before"] == pytest.approx(before, rel=1e-5)
         assert two["after"] == pytest.approx(after, rel=1e-5)
 

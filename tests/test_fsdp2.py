@@ -52,6 +52,16 @@ def test_adapter(strategy):
 
 
 @BOTH
+def test_adapter_of_the_head(strategy):
+    s.head_adapted_one_is_two(strategy)
+
+
+@BOTH
+def test_modules_to_save_of_a_half_precision_base(strategy):
+    s.half_copy_one_is_two(strategy)
+
+
+@BOTH
 def test_evaluation(strategy):
     s.evaluation_is_ones(strategy)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from posttrain.errors import ConfigError
-from posttrain.parallel.params import declare
+from posttrain.parallel.params import declare, enter_computed, unsaved
 from posttrain.parallel.ranks import rank
 from posttrain.parallel.strategy import Strategy
 
@@ -102,6 +102,7 @@ class Zero(Strategy):
         """Whole below stage 3, in the dtype the policy computes in; at stage 3 an engine without an optimizer."""
         config = copy.deepcopy({k: v for k, v in self.config.items() if k not in ("optimizer", "scheduler")})
         dtype = self._plugin.hf_ds_config.dtype()
+        enter_computed(model)
         if self.stage < 3:
             return model.to(self.accelerator.device, dtype)
         import deepspeed
@@ -131,6 +132,7 @@ class Zero(Strategy):
         self._optimizer.skip = True
 
     def joined(self, optimizer: Any, model: Any) -> Any:
+        enter_computed(model)
         self._optimizer = _SteppingOptimizer(model)
         self.accelerator._optimizers[:] = [self._optimizer]
         return self._optimizer
@@ -138,11 +140,12 @@ class Zero(Strategy):
     def whole_state(self, model: nn.Module, adapter_only: bool) -> dict[str, Tensor] | None:
         """Trained weights come from their float32 masters."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
+        passed_over = unsaved(model) if adapter_only else set()
         kept: dict[str, Tensor] = {}
         for name, tensor in model.state_dict().items():
-            parameter = parameters.get(name)
-            if adapter_only and parameter is not None and not parameter.requires_grad and "embed" not in name:
+            if name in passed_over:
                 continue
+            parameter = parameters.get(name)
             full = tensor if parameter is None else _whole_parameter(parameter)
             if rank() == 0:
                 kept[name] = full.detach().cpu().clone()

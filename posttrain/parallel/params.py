@@ -103,6 +103,7 @@ def shard(model: nn.Module, accelerator: Accelerator) -> nn.Module:
         for parameter in model.parameters():
             if parameter.requires_grad:  # float32 master weights; one unit cannot train two dtypes
                 parameter.data = parameter.data.float()
+    enter_computed(model)
     _copy_first_rank(model, accelerator.device)
     whole = {p for p in model.parameters() if not p.is_floating_point()}  # packed 4-bit weights cannot be cut
     for parameter in whole:
@@ -125,6 +126,21 @@ def shard(model: nn.Module, accelerator: Accelerator) -> nn.Module:
         model, reshard_after_forward=None if any(p.requires_grad for p in model.parameters()) else True, **common
     )
     return model
+
+
+def enter_computed(model: nn.Module) -> None:
+    """Copies that peft trains in full (`modules_to_save`) take float32, the dtype of their master weights. Let them
+    take the dtype in which a strategy lays these weights out for the forward pass."""
+    found = [getattr(module, "modules_to_save", None) for module in model.modules()]  # a model has a set of names
+    for copies in (x for x in found if isinstance(x, nn.ModuleDict)):
+        for copy in copies.values():
+            if _enter_computed not in copy._forward_pre_hooks.values():
+                copy.register_forward_pre_hook(_enter_computed)  # after the one that makes it float32
+
+
+def _enter_computed(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
 
 
 def _mesh(accelerator: Accelerator) -> DeviceMesh:
@@ -170,15 +186,24 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def unsaved(model: Any) -> set[str]:
+    """Names of the weights that peft never saves with an adapter: the frozen ones, but for those of the embedding and
+    the head, which it saves where they were resized, or where one of them has an adapter."""
+    ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+    kept = {id(p) for end in ends for p in end.parameters()}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name for name, p in named if not p.requires_grad and id(p) not in kept}
+
+
 def whole_state(model: nn.Module, adapter_only: bool) -> dict[str, Tensor]:
     """The state dict, tensor by tensor made whole and kept by rank 0 alone, on the host. A collective.
 
-    With `adapter_only`, what is frozen is left out, but for the embeddings, which an adapter may have to save.
+    With `adapter_only`, without what no adapter saves.
     """
-    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    passed_over = unsaved(model) if adapter_only else set()
     kept: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
-        if adapter_only and name in frozen and not any(part in name for part in ("embed", "lm_head", "wte")):
+        if name in passed_over:
             continue
         full = whole(tensor.detach())
         if rank() == 0:
