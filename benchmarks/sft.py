@@ -44,7 +44,7 @@ Plan = dict[str, dict[str, list[str]]]
 PLAN: Plan = {
     "full": {"ours": ["default", "one micro-batch", "packing"], **dict.fromkeys(TRL, SOME)},
     "lora": {"ours": ["default"], **{side: ["default", "1 row"] for side in TRL}},
-    "tools": {side: ["default"] for side in NAMES},
+    "tools": {"ours": ["default", "one micro-batch"], **{side: ["default"] for side in TRL}},
 }
 EVERYTHING: Plan = {
     "full": {"ours": ["default", "one micro-batch", "1 row", "packing"], **dict.fromkeys(TRL, ALL)},
