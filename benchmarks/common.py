@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -167,6 +168,20 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     """A markdown table: the first column to the left, the others to the right."""
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def add_run_arguments(
+    parser: argparse.ArgumentParser, name: str, threads: int = 2, limit: float = 900, clock: bool = True
+) -> None:
+    """How runs are made and where their result goes; `name` is that of its file."""
+    parser.add_argument("--threads", type=int, default=threads)
+    if clock:
+        parser.add_argument(
+            "--clock", choices=list(CLOCKS), default="wall", help="cpu: for a busy machine, --threads 1"
+        )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit", type=float, default=limit, help="seconds after which a run is given up")
+    parser.add_argument("--save", default=name, help="name of the result file; empty: none")
 
 
 def save(name: str, result: dict[str, Any]) -> Path:

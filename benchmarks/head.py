@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import peers
-from common import CLOCKS, Late, Worker, describe, machine, note, save, table
+from common import CLOCKS, Late, Worker, add_run_arguments, describe, machine, note, save, table
 
 SIDES = ["ours", "trl-1.13.0", "trl-1.16.0"]
 NAMES = {
@@ -124,12 +124,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=576)
     parser.add_argument("--chunk-tokens", type=int, help="posttrain's chunk; default: its own")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: for a busy machine, --threads 1")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--error-tokens", type=int, help="0: skip the gradient error (default 256, 16 without bf16)")
-    parser.add_argument("--limit", type=float, default=120, help="seconds after which a call is given up")
-    parser.add_argument("--save", default="head", help="name of the result file; empty: none")
+    add_run_arguments(parser, "head", limit=120)
     return parser.parse_args()
 
 

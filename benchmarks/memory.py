@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import rows as data
-from common import CLOCKS, describe, machine, note, run_once, save, table
+from common import CLOCKS, add_run_arguments, describe, machine, note, run_once, save, table
 
 ON: dict[str, Any] = {"gradient_checkpointing": True}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -74,11 +74,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--median", type=int, default=200, help="length of the rows")
     parser.add_argument("--repeat", type=int, default=1, help="repetitions, interleaved")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: for a busy machine, --threads 1")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=900, help="seconds after which a run is given up")
-    parser.add_argument("--save", default="memory", help="name of the result file; empty: none")
+    add_run_arguments(parser, "memory")
     args = parser.parse_args()
     if args.steps < 2:
         parser.error(f"--steps is {args.steps}: the first is left out, so at least 2 are needed")

@@ -23,7 +23,7 @@ from typing import Any
 
 import peers
 import rows as data
-from common import CLOCKS, describe, machine, note, run_once, save, table
+from common import CLOCKS, add_run_arguments, describe, machine, note, run_once, save, table
 
 NAMES = {"ours": "posttrain", "trl-1.13.0": "TRL 1.13", "trl-1.16.0": "TRL 1.16"}
 TRL = ["trl-1.13.0", "trl-1.16.0"]
@@ -237,11 +237,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, help="rows in an optimizer batch (default 16, 8 without native bf16)")
     parser.add_argument("--steps", type=int, help="optimizer steps in a run (default 3, 2 without native bf16)")
     parser.add_argument("--repeat", type=int, default=1, help="repetitions, interleaved")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: for a busy machine, --threads 1")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=900, help="seconds after which a run is given up")
-    parser.add_argument("--save", default="sft", help="name of the result file; empty: none")
+    add_run_arguments(parser, "sft")
     return parser.parse_args()
 
 

@@ -29,7 +29,7 @@ _ROOMS = {
     ],
     "posttrain.model.config": ["ModelConfig"],
     "posttrain.model.adapters": ["get_peft_config", "get_quantization_config"],
-    "posttrain.model.tokens": ["clone_chat_template"],
+    "posttrain.trainer.cloning": ["clone_chat_template"],
     "posttrain.model.reference": ["create_reference_model"],
     "posttrain.trainer.sft": ["SFTConfig", "SFTTrainer"],
     "posttrain.trainer.callbacks": ["BEMACallback", "RichProgressCallback", "SyncRefModelCallback"],
@@ -66,8 +66,8 @@ if TYPE_CHECKING:
     from posttrain.model.adapters import get_peft_config, get_quantization_config
     from posttrain.model.config import ModelConfig
     from posttrain.model.reference import create_reference_model
-    from posttrain.model.tokens import clone_chat_template
     from posttrain.trainer.callbacks import BEMACallback, RichProgressCallback, SyncRefModelCallback
+    from posttrain.trainer.cloning import clone_chat_template
     from posttrain.trainer.logged import LogCompletionsCallback, WeaveCallback
     from posttrain.trainer.sft import SFTConfig, SFTTrainer
 

@@ -39,6 +39,11 @@ class Segments:
     end: tuple[int, ...]  # [K] one past the last position
     parent: tuple[int, ...]  # [K] index of the parent segment, -1 for a root
 
+    @property
+    def sizes(self) -> list[int]:
+        """[K] own tokens of each segment."""
+        return [end - start for start, end in zip(self.start, self.end, strict=True)]
+
     def path(self, leaf: int) -> list[int]:
         """Segments from the root to `leaf`."""
         found = []

@@ -8,7 +8,7 @@ import pytest
 import strategies as s
 from laws.runs import scratch, sft
 from pool import POOL
-from tiny import tiny_model, token_rows
+from tiny import tiny_model
 
 from posttrain.errors import ConfigError
 from posttrain.trainer.checkpoints import refuse_other_strategy
@@ -24,43 +24,6 @@ def test_one_process_is_two_ranks(strategy):
     assert (facts["partitioned"] == facts["parameters"]) == (strategy == "zero3")
 
 
-@STAGES
-def test_accumulation_pieces_and_empty_micro_batches(strategy):
-    """One optimizer step a window, however many backward passes: 9 rows, 8 a step, in pieces."""
-    rows = token_rows(9)
-    s.one_is_two(strategy, 8, split=2, rows=rows, max_tokens_per_forward=30, max_steps=-1, num_train_epochs=1)
-
-
-@STAGES
-def test_clipped_steps_and_norms(strategy):
-    s.clipped_one_is_two(strategy)
-
-
-@STAGES
-def test_model_by_name(strategy):
-    s.named_is_object(strategy)
-
-
-@STAGES
-def test_adapter(strategy):
-    s.adapted_one_is_two(strategy)
-
-
-@STAGES
-def test_adapter_of_the_head(strategy):
-    s.head_adapted_one_is_two(strategy)
-
-
-@STAGES
-def test_modules_to_save_of_a_half_precision_base(strategy):
-    s.half_copy_one_is_two(strategy)
-
-
-@STAGES
-def test_evaluation(strategy):
-    s.evaluation_is_ones(strategy)
-
-
 def test_tied_embeddings_under_gradient_checkpointing():
     model = tiny_model("qwen3", tie_word_embeddings=True)
     s.one_is_two("zero3", model=model, gradient_checkpointing=True, max_steps=2, head_memory_mb=1)
@@ -74,32 +37,11 @@ def test_mutants_are_caught(strategy, mutant):
 
 
 @STAGES
-def test_nothing_is_rounded_on_its_way(strategy):
-    s.nothing_is_rounded(strategy)
-
-
-@STAGES
 def test_a_frozen_reference(strategy):
     assert s.reference_scores_alike(strategy)["partitioned"] == (strategy == "zero3")
 
 
-@STAGES
-def test_nan_on_one_rank_stops_both(strategy):
-    for told in POOL.run(s.train_poisoned, strategy=strategy):
-        assert "step 1" in told
-
-
-@STAGES
-def test_a_step_without_units_changes_nothing(strategy):
-    s.an_empty_step_changes_nothing(strategy)
-
-
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-
-@STAGES
-def test_resumed_by_two(strategy):
-    s.resumed_is_whole(strategy)
 
 
 def test_an_adapter_resumed_by_two():

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import strategies as s
 import torch
+from families import build as build_family
 from laws.runs import run, scratch, sft
 from pool import POOL
 from tiny import tiny_model, token_rows
@@ -27,43 +28,6 @@ def test_one_process_is_two_ranks(strategy):
     facts = s.one_is_two(strategy)
     assert (facts["shards"] == facts["parameters"]) == (strategy == "fsdp2")
     assert facts["wrapper"] in ("DistributedDataParallel", "FSDPQwen3ForCausalLM")
-
-
-@BOTH
-def test_accumulation_pieces_and_empty_micro_batches(strategy):
-    """9 rows, 8 a step, in pieces: at the end one rank has one row and the other none."""
-    rows = token_rows(9)
-    s.one_is_two(strategy, 8, split=2, rows=rows, max_tokens_per_forward=30, max_steps=-1, num_train_epochs=1)
-
-
-@BOTH
-def test_clipped_steps_and_norms(strategy):
-    s.clipped_one_is_two(strategy)
-
-
-@BOTH
-def test_model_by_name(strategy):
-    s.named_is_object(strategy)
-
-
-@BOTH
-def test_adapter(strategy):
-    s.adapted_one_is_two(strategy)
-
-
-@BOTH
-def test_adapter_of_the_head(strategy):
-    s.head_adapted_one_is_two(strategy)
-
-
-@BOTH
-def test_modules_to_save_of_a_half_precision_base(strategy):
-    s.half_copy_one_is_two(strategy)
-
-
-@BOTH
-def test_evaluation(strategy):
-    s.evaluation_is_ones(strategy)
 
 
 def test_tied_embeddings_under_gradient_checkpointing():
@@ -86,11 +50,6 @@ def test_mutant_forgetting_the_ranks_is_caught(strategy):
         s.one_is_two(strategy, mutant="ranks_forgotten", max_steps=1)
 
 
-@BOTH
-def test_nothing_is_rounded_on_its_way(strategy):
-    s.nothing_is_rounded(strategy)
-
-
 def test_mutant_rounding_outputs_is_caught():
     with s.caught():
         s.nothing_is_rounded("fsdp2", mutant="outputs_rounded")
@@ -101,28 +60,18 @@ def test_a_frozen_reference(strategy):
     assert s.reference_scores_alike(strategy)["shards"] == (strategy == "fsdp2")
 
 
-@BOTH
-def test_nan_on_one_rank_stops_both(strategy):
-    for told in POOL.run(s.train_poisoned, strategy=strategy):
-        assert "step 1" in told
-
-
-@BOTH
-def test_a_step_without_units_changes_nothing(strategy):
-    s.an_empty_step_changes_nothing(strategy)
-
-
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "fsdp2-sharded"])
-def test_resumed_by_two(strategy):
-    s.resumed_is_whole(strategy)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2-sharded"])
 def test_an_adapter_resumed_by_two(strategy):
     s.resumed_is_whole(strategy, peft_config=s.lora())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_mixture_resumed_by_two(strategy):
+    """Its folder holds the experts one by one, the model all in one tensor."""
+    s.resumed_is_whole(strategy, model=build_family("qwen3-moe"))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "fsdp2-sharded"])

@@ -11,7 +11,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import peers  # noqa: E402
-from common import commit  # noqa: E402
+from common import add_run_arguments, commit  # noqa: E402
 
 ANCHOR = "TRL's own numbers for the head's chunk on an H100: 23.37 ms before its fused head, 3.86 ms with it"
 
@@ -21,10 +21,7 @@ def parser(doc: str, save: str) -> argparse.ArgumentParser:
     peers.add_arguments(found)
     found.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: with --tiny, to try the script")
     found.add_argument("--tiny", action="store_true", help="small shapes: the numbers mean nothing")
-    found.add_argument("--threads", type=int, default=8)
-    found.add_argument("--seed", type=int, default=0)
-    found.add_argument("--limit", type=float, default=900, help="seconds after which a run is given up")
-    found.add_argument("--save", default=save, help="name of the result file; empty: none")
+    add_run_arguments(found, save, threads=8, clock=False)
     return found
 
 

@@ -129,7 +129,9 @@ def _merge_into(folder: Path, config: MergeConfig, adapter: SavedAdapter) -> Non
 
 def probe_ids(tokenizer: Any, model: Any) -> list[int]:
     """A row of token ids: a text, and the tokens that were added or trained, 64 of them at most."""
-    rows = model.get_base_model().get_input_embeddings().weight.shape[0]
+    from posttrain.model.tokens import rows_of
+
+    rows = rows_of(model.get_base_model().get_input_embeddings())
     trained = getattr(model.active_peft_config, "trainable_token_indices", None) or []
     tokens = [i for some in trained.values() for i in some] if isinstance(trained, dict) else list(trained)
     added = sorted(tokenizer.get_added_vocab().values(), reverse=True)

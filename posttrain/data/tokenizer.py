@@ -28,38 +28,37 @@ def set_up_tokenizer(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if chat_template_path is not None:
-        _take_template(tokenizer, chat_template_path, keep_eos=eos_token is not None)
+        path = Path(chat_template_path).expanduser()
+        if path.is_file():
+            tokenizer.chat_template = path.read_text(encoding="utf-8")
+        else:
+            what = "which is neither a Jinja file nor a model with a tokenizer"
+            take_template(tokenizer, "chat_template_path", chat_template_path, what, keep_eos=eos_token is not None)
     return tokenizer
 
 
-def _take_template(tokenizer: Any, source: str, keep_eos: bool) -> None:
-    """From a Jinja file, or from another tokenizer with the tokens it adds and its end of a turn."""
-    path = Path(source).expanduser()
-    if path.is_file():
-        tokenizer.chat_template = path.read_text(encoding="utf-8")
-        return
+def take_template(tokenizer: Any, field: str, source: str, unreadable: str, keep_eos: bool = False) -> None:
+    """Give a tokenizer the chat template of the one at `source`, the tokens that one has added to its vocabulary and
+    this one lacks, in their order, and its end of a turn.
+
+    Raises `ConfigError` naming the field: the source is `unreadable`, or has no template.
+    """
     from transformers import AutoTokenizer
 
+    path = Path(source).expanduser()
     try:
-        other = AutoTokenizer.from_pretrained(source)
+        other = AutoTokenizer.from_pretrained(str(path) if path.is_dir() else source)
     except Exception as error:
-        raise ConfigError(
-            f"`chat_template_path` is {source!r}: neither a Jinja file nor a model with a tokenizer."
-        ) from error
+        raise ConfigError(f"`{field}` is {source!r}, {unreadable}: {(str(error).splitlines() or [''])[0]}") from error
     if not other.chat_template:
-        raise ConfigError(f"`chat_template_path` is {source!r}, whose tokenizer has no chat template.")
-    take_tokens(tokenizer, other)
-    tokenizer.chat_template = other.chat_template
-    if other.eos_token is not None and not keep_eos:
-        tokenizer.eos_token = other.eos_token
-
-
-def take_tokens(tokenizer: Any, other: Any) -> None:
-    """Add the tokens that another tokenizer has added to its vocabulary and this one lacks, in their order."""
+        raise ConfigError(f"`{field}` is {source!r}, whose tokenizer has no chat template.")
     known = tokenizer.get_vocab()
     for _, token in sorted(other.added_tokens_decoder.items()):
         if str(token) not in known:
             tokenizer.add_tokens([token], special_tokens=token.special)
+    tokenizer.chat_template = other.chat_template
+    if other.eos_token is not None and not keep_eos:
+        tokenizer.eos_token = other.eos_token
 
 
 def new_tokens(before: Any, after: Any) -> list[int]:

@@ -159,7 +159,7 @@ def _attend(
     plain = softcap is None and s_aux is None
     if plain and _can_use_varlen(query, value, dropout):
         return _varlen(query, key, value, forest, scaling, window)[..., :size].contiguous()
-    lengths = [end - start for start, end in zip(forest.start, forest.end, strict=True)]
+    lengths = forest.sizes
     queries, keys, values = (x.split(lengths, dim=2) for x in (query, key, value))
     outputs = []
     for k in range(len(lengths)):
@@ -215,7 +215,7 @@ class _VarlenPlan:
 def _varlen_plan(forest: Segments, device: torch.device) -> _VarlenPlan:
     """Built once a micro-batch and used by every layer."""
     seen = [forest.positions(k) for k in range(len(forest.start))]
-    own = [end - start for start, end in zip(forest.start, forest.end, strict=True)]
+    own = forest.sizes
     lengths = [len(positions) for positions in seen]
     shared = any(up >= 0 for up in forest.parent)
     keys = torch.from_numpy(np.concatenate(seen)).to(device) if shared else None

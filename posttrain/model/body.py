@@ -78,7 +78,7 @@ def _run_forest(
     states = output.last_hidden_state[0]
     if not balance:
         return states, None
-    sizes = torch.tensor([end - start for start, end in zip(segments.start, segments.end, strict=True)])
+    sizes = torch.tensor(segments.sizes)
     owner = torch.repeat_interleave(sizes)
     paths = torch.zeros(len(leaf), len(sizes))
     for s, k in enumerate(leaf):
@@ -89,9 +89,9 @@ def _run_forest(
 def _part(segments: Segments, leaves: list[int]) -> tuple[np.ndarray, Segments, tuple[int, ...]]:
     """The part of a forest that some leaves need: its positions in the whole, its segments, and the leaves in it."""
     kept = sorted({k for leaf in leaves for k in segments.path(leaf)})
-    new = {k: i for i, k in enumerate(kept)}
+    new, sizes = {k: i for i, k in enumerate(kept)}, segments.sizes
     index = np.concatenate([np.arange(segments.start[k], segments.end[k]) for k in kept])
-    ends = np.cumsum([segments.end[k] - segments.start[k] for k in kept]).tolist()
+    ends = np.cumsum([sizes[k] for k in kept]).tolist()
     part = Segments((0, *ends[:-1]), tuple(ends), tuple(new.get(segments.parent[k], -1) for k in kept))
     return index, part, tuple(new[leaf] for leaf in leaves)
 
@@ -154,5 +154,6 @@ def _groups(model: Any, batch: TokenBatch) -> list[list[int]]:
     if varying_rope(model.config) is None:
         return []
     segments = batch.segments
-    lengths = [sum(segments.end[k] - segments.start[k] for k in segments.path(leaf)) for leaf in batch.leaf or (0,)]
+    sizes = segments.sizes
+    lengths = [sum(sizes[k] for k in segments.path(leaf)) for leaf in batch.leaf or (0,)]
     return row_groups(model.config, lengths)

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from posttrain.errors import ModelError
 from posttrain.loss.linear import HeadSpec, head_scores, module_scores
 from posttrain.loss.projection import Operands
+from posttrain.parallel.params import whole
 from posttrain.types import ScoreRequest, TokenScores
 
 _SCALES: dict[str, Callable[[float], float]] = {
@@ -125,7 +125,7 @@ def _with_operands(head: Any, hidden: Tensor, score: _Score) -> tuple[Tensor, ..
 
 
 def _with_linear(head: Any, hidden: Tensor, score: _Score) -> tuple[Tensor, ...]:
-    return score(Operands(hidden, _whole(head.weight), _whole(head.bias)))
+    return score(Operands(hidden, whole(head.weight), None if head.bias is None else whole(head.bias)))
 
 
 def _with_saved(head: Any, hidden: Tensor, score: _Score) -> tuple[Tensor, ...]:
@@ -145,7 +145,7 @@ def _with_tokens(head: Any, hidden: Tensor, score: _Score) -> tuple[Tensor, ...]
     names = _active(layer, layer.token_indices)
     if not names:
         return _with_operands(layer.get_base_layer(), hidden, score)
-    rows = torch.cat([_whole(layer.trainable_tokens_delta[name]) for name in names])
+    rows = torch.cat([whole(layer.trainable_tokens_delta[name]) for name in names])
     index = torch.tensor([i for name in names for i in layer.token_indices[name]], device=rows.device)
     return _with_operands(layer.get_base_layer(), hidden, lambda given: score(replace(given, index=index, rows=rows)))
 
@@ -161,7 +161,7 @@ def _with_lora(head: Any, hidden: Tensor, score: _Score) -> tuple[Tensor, ...]:
     def inside(left: list[str], wide: list[Tensor]) -> tuple[Tensor, ...]:
         if left:
             module = head.lora_B[left[0]]
-            return within(module, hidden, lambda _: inside(left[1:], [*wide, _whole(module.weight)]))
+            return within(module, hidden, lambda _: inside(left[1:], [*wide, whole(module.weight)]))
         if not wide:
             return _with_operands(head.base_layer, hidden, score)
         u, b = (torch.cat(narrow, 1), torch.cat(wide, 1)) if len(wide) > 1 else (narrow[0], wide[0])
@@ -173,11 +173,6 @@ def _with_lora(head: Any, hidden: Tensor, score: _Score) -> tuple[Tensor, ...]:
 def _active(layer: Any, known: Iterable[str]) -> list[str]:
     """Adapters of a layer that its forward adds; none while they are switched off, or in the weight already."""
     return [] if layer.disable_adapters or layer.merged else [n for n in layer.active_adapters if n in known]
-
-
-def _whole(weight: Any) -> Any:
-    """A weight that is still in shards is gathered; its gradient goes back to them."""
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 # ---- a tuple of tensors, for the hooks of the modules it passes ------------------------------------------------------

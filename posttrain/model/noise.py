@@ -54,6 +54,6 @@ def token_lengths(forest: Segments | None, mask: Tensor | None) -> Tensor | None
     e.g. segments of 3 and 2 tokens -> [[3, 3, 3, 2, 2]]
     """
     if forest is not None:
-        sizes = [end - start for start, end in zip(forest.start, forest.end, strict=True)]
-        return torch.repeat_interleave(torch.tensor(sizes), torch.tensor(sizes))[None]
+        sizes = torch.tensor(forest.sizes)
+        return torch.repeat_interleave(sizes, sizes)[None]
     return None if mask is None else mask.sum(1, keepdim=True)

@@ -20,6 +20,7 @@ from posttrain.model.attention import NAMES, Calls, default_name, forest_name
 from posttrain.model.head import head_spec
 from posttrain.model.recurrent import bind_mixers, mixers
 from posttrain.model.rope import KINDS, forget_lengths, row_groups
+from posttrain.model.router import EXPERT_COUNTS
 from posttrain.model.scoring import Scoring, bind_head
 from posttrain.types import Layout, Segments, TokenBatch
 
@@ -120,7 +121,7 @@ def _shrink(text: Any) -> None:
 def _shrink_experts(text: Any) -> None:
     """Fewer experts, twice as many as a token or a group of them needs."""
     groups, chosen = (getattr(text, name, None) or 1 for name in ("n_group", "num_experts_per_tok"))
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+    for name in EXPERT_COUNTS:
         count = getattr(text, name, None)
         if isinstance(count, int) and count:
             setattr(text, name, min(count, 2 * groups * chosen))

@@ -16,6 +16,9 @@ from torch import Tensor
 from posttrain.errors import ModelError
 from posttrain.parallel.ranks import say
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""How configs name the number of experts."""
+
 _FORMULA = ("gate_logits", "num_experts", "top_k", "attention_mask")
 
 
@@ -36,8 +39,7 @@ def balance_coefficient(model: Any, wanted: float) -> float:
     if wanted and experts_per_token(model) is not None:
         return wanted
     text = model.config.get_text_config()
-    experts = ("num_local_experts", "num_experts", "n_routed_experts")
-    if wanted and any((getattr(text, name, None) or 0) for name in experts):
+    if wanted and any((getattr(text, name, None) or 0) for name in EXPERT_COUNTS):
         say(f"router_aux_loss_coef: not applied, {type(model).__name__} has no balance loss")
     return 0.0
 

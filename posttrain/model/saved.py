@@ -16,6 +16,7 @@ from posttrain.errors import MissingExtraError, ModelError
 from posttrain.model.adapters import keep_master_weights
 from posttrain.model.tokens import rows_of
 from posttrain.parallel.ranks import say
+from posttrain.parallel.training_state import fill
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -110,8 +111,16 @@ def _vocabulary(base: Any, weights: dict[str, Any]) -> int | None:
     return None
 
 
+def is_saved_otherwise(model: Any) -> bool:
+    """Whether a family saves weights under other names than the model's, or other tensors: experts one by one, say."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return bool(get_model_conversion_mapping(model, add_legacy=False))
+
+
 def restore_weights(model: Any, folder: str) -> None:
-    """Read the weights that `save_pretrained` wrote back into the model, whatever names its family saves them under.
+    """Read the weights that `save_pretrained` wrote back into the model, sharded or not, whatever names its family
+    saves them under.
 
     Raises `ModelError` when the folder lacks one. The saved tensors are read in float32, which holds every dtype that
     is trained.
@@ -122,8 +131,8 @@ def restore_weights(model: Any, folder: str) -> None:
         raise ModelError(f"the checkpoint {folder!r} lacks {missing[0]!r} and {len(missing) - 1} more weights.")
     values = saved.state_dict()
     with torch.no_grad():
-        for name, value in model.state_dict().items():
-            value.copy_(values[name])
+        for name, target in model.state_dict().items():
+            fill(target, values[name])
 
 
 def check_resized(model: Any) -> None:

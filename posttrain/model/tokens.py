@@ -1,41 +1,13 @@
-"""New tokens: a chat template taken from another tokenizer, with the tokens it needs and rows for them."""
+"""New tokens: rows for them, trained under an adapter too, and configs that name the tokenizer's ends."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
-
-from posttrain.errors import ConfigError
 
 TOKEN_MULTIPLE = 64
 """Rows of a resized embedding: tensor cores work on such sizes."""
-
-
-def clone_chat_template(
-    model: Any, tokenizer: Any, source_tokenizer_path: str, resize_to_multiple_of: int | None = TOKEN_MULTIPLE
-) -> tuple[Any, Any, list[int]]:
-    """Give a model and its tokenizer the chat template of another tokenizer, its added tokens and its end of a turn.
-
-    The embeddings are resized to hold every token, to a multiple of `resize_to_multiple_of`; they never shrink. Returns
-    the model, the tokenizer and the ids of the tokens that are new, which `trainable_token_indices` of a LoRA
-    configuration takes. Raises `ConfigError` for a source without a template.
-
-    e.g. model, tokenizer, added = clone_chat_template(model, tokenizer, "Qwen/Qwen3-0.6B")
-    """
-    source = _read(source_tokenizer_path)
-    known = set(tokenizer.get_vocab())
-    wanted = [token for _, token in sorted(source.added_tokens_decoder.items()) if str(token) not in known]
-    for token in wanted:  # one by one: their order stays
-        tokenizer.add_tokens([token], special_tokens=token.special)
-    added = tokenizer.convert_tokens_to_ids([str(token) for token in wanted])
-    tokenizer.chat_template = source.chat_template
-    if source.eos_token is not None:
-        tokenizer.eos_token = source.eos_token
-    make_room(model, tokenizer.get_vocab().values(), resize_to_multiple_of)
-    end_with(model, tokenizer)
-    return model, tokenizer, added
 
 
 def make_room(model: Any, ids: Iterable[int], multiple: int | None = None) -> None:
@@ -79,18 +51,3 @@ def end_with(model: Any, tokenizer: Any) -> None:
             config.eos_token_id = eos if not isinstance(stops, list) else [eos, *(i for i in stops if i != eos)]
         if pad is not None:
             config.pad_token_id = pad
-
-
-def _read(path: str) -> Any:
-    from transformers import AutoTokenizer
-
-    name = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path
-    try:
-        source = AutoTokenizer.from_pretrained(name)
-    except Exception as error:
-        raise ConfigError(
-            f"`source_tokenizer_path` is {path!r}, which has no tokenizer that loads: {str(error).splitlines()[0]}"
-        ) from error
-    if not source.chat_template:
-        raise ConfigError(f"`source_tokenizer_path` is {path!r}, whose tokenizer has no chat template.")
-    return source

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from posttrain.errors import ConfigError
-from posttrain.parallel.params import declare, enter_computed, unsaved
-from posttrain.parallel.ranks import rank
+from posttrain.parallel.params import declare, enter_computed, whole_state
 from posttrain.parallel.strategy import Strategy
 
 _REFUSED = ("curriculum_learning", "data_efficiency", "autotuning", "flops_profiler", "amp", "progressive_layer_drop")
@@ -140,16 +139,12 @@ class Zero(Strategy):
     def whole_state(self, model: nn.Module, adapter_only: bool) -> dict[str, Tensor] | None:
         """Trained weights come from their float32 masters."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        passed_over = unsaved(model) if adapter_only else set()
-        kept: dict[str, Tensor] = {}
-        for name, tensor in model.state_dict().items():
-            if name in passed_over:
-                continue
-            parameter = parameters.get(name)
-            full = tensor if parameter is None else _whole_parameter(parameter)
-            if rank() == 0:
-                kept[name] = full.detach().cpu().clone()
-        return kept
+
+        def gather(name: str, tensor: Tensor) -> Tensor:
+            full = _whole_parameter(parameters[name]) if name in parameters else tensor
+            return full.detach().clone()  # masters are views of one flat tensor
+
+        return whole_state(model, adapter_only, gather)
 
 
 def _engine_type() -> type:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 
 import torch
 
 
+@functools.cache
 def native_bf16() -> bool:
     """Whether the device multiplies bfloat16 in hardware (tensor cores, AMX, AVX512-BF16)."""
     if torch.cuda.is_available():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -195,8 +195,10 @@ def unsaved(model: Any) -> set[str]:
     return {name for name, p in named if not p.requires_grad and id(p) not in kept}
 
 
-def whole_state(model: nn.Module, adapter_only: bool) -> dict[str, Tensor]:
-    """The state dict, tensor by tensor made whole and kept by rank 0 alone, on the host. A collective.
+def whole_state(
+    model: nn.Module, adapter_only: bool, gather: Callable[[str, Tensor], Tensor] = lambda _, tensor: whole(tensor)
+) -> dict[str, Tensor]:
+    """The state dict, tensor by tensor made whole by `gather` and kept by rank 0 alone, on the host. A collective.
 
     With `adapter_only`, without what no adapter saves.
     """
@@ -205,7 +207,7 @@ def whole_state(model: nn.Module, adapter_only: bool) -> dict[str, Tensor]:
     for name, tensor in model.state_dict().items():
         if name in passed_over:
             continue
-        full = whole(tensor.detach())
+        full = gather(name, tensor.detach())
         if rank() == 0:
             kept[name] = full.cpu()
     return kept

@@ -102,13 +102,17 @@ def load_weight_files(folder: str | Path, targets: Mapping[str, Tensor], shared:
             with safe_open(str(path), framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  not a dict
                     if name in missing:
-                        target = missing.pop(name)
-                        target.copy_(_cut(file.get_tensor(name).to(target.dtype), target))
+                        fill(missing.pop(name), file.get_tensor(name))
     if lost := sorted(missing.keys() - shared):
         raise TrainingError(
             f"`resume_from_checkpoint`: {folder} lacks {', '.join(lost[:3])} ({len(lost)} tensors in all); the weights "
             "of this model were saved under other names. Resume with the version and strategy that saved it."
         )
+
+
+def fill(target: Tensor, value: Tensor) -> None:
+    """Write a whole tensor into one that may be sharded, in its dtype."""
+    target.copy_(_cut(value.to(target.dtype), target))
 
 
 def _cut(value: Any, like: Tensor) -> Any:

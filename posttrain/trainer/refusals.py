@@ -48,25 +48,38 @@ def refuse_combinations(args: BaseConfig, base: Any, strategy: Strategy, balance
     parted = strategy.sharded and world_size() > 1
     rope = varying_rope(base.config)
     checkpointing: Any = args.activation_checkpointing_kwargs or args.gradient_checkpointing_kwargs or {}
-    wrong = {
-        "`torch_compile` is on under DeepSpeed, whose hooks sit inside the layers; drop one of them": deepspeed
-        and args.torch_compile,
-        "`fp16` is on under DeepSpeed, whose scaler overflows by design; set `bf16`": deepspeed and args.fp16,
-        "`save_on_each_node` is on and the weights are sharded; give all machines one `output_dir`": strategy.sharded
-        and args.save_on_each_node,
-        f"`model`: {rope} rotary frequencies take one forward for each length, and ranks with other lengths would wait "
-        "for each other's weights; train it with DDP or in one process": parted and rope is not None,
-        "`model`: its token mixers run once for each length, and under ZeRO-3 ranks with other lengths would wait for "
-        "each other's weights; use ZeRO-2 or FSDP2": parted and deepspeed and bool(mixers(base)),
-        f"`model`: the output projection is a {type(base.get_output_embeddings()).__name__}, which takes several "
-        "forwards under ZeRO-3; put plain LoRA on it, or use ZeRO-2 or FSDP2": parted
-        and deepspeed
-        and not is_known(base.get_output_embeddings()),
-        "`router_aux_loss_coef` is set and `use_reentrant` is on in the checkpointing kwargs: the balance loss would "
-        "train nothing; turn one of them off": balance > 0
-        and args.activation_checkpointing
-        and bool(checkpointing.get("use_reentrant")),
-    }
-    for text, bad in wrong.items():
+    head = base.get_output_embeddings()
+    wrong = (
+        (
+            deepspeed and args.torch_compile,
+            "`torch_compile` is on under DeepSpeed, whose hooks sit inside the layers; drop one of them",
+        ),
+        (deepspeed and args.fp16, "`fp16` is on under DeepSpeed, whose scaler overflows by design; set `bf16`"),
+        (
+            strategy.sharded and args.save_on_each_node,
+            "`save_on_each_node` is on and the weights are sharded; give all machines one `output_dir`",
+        ),
+        (
+            parted and rope is not None,
+            f"`model`: {rope} rotary frequencies take one forward for each length, and ranks with other lengths would "
+            "wait for each other's weights; train it with DDP or in one process",
+        ),
+        (
+            parted and deepspeed and bool(mixers(base)),
+            "`model`: its token mixers run once for each length, and under ZeRO-3 ranks with other lengths would wait "
+            "for each other's weights; use ZeRO-2 or FSDP2",
+        ),
+        (
+            parted and deepspeed and not is_known(head),
+            f"`model`: the output projection is a {type(head).__name__}, which takes several forwards under ZeRO-3; "
+            "put plain LoRA on it, or use ZeRO-2 or FSDP2",
+        ),
+        (
+            balance > 0 and args.activation_checkpointing and checkpointing.get("use_reentrant"),
+            "`router_aux_loss_coef` is set and `use_reentrant` is on in the checkpointing kwargs: the balance loss "
+            "would train nothing; turn one of them off",
+        ),
+    )
+    for bad, text in wrong:
         if bad:
             raise ConfigError(f"{text}.")

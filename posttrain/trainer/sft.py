@@ -126,8 +126,9 @@ class SFTTrainer(Engine):
             added = new_tokens(tokenizer, self._tokenizer)
             prepared = prepare_model(model, load_options(args), peft_config, quantization_config, added)
         self.layout = prepared.layout
+        limits = embedding_rows(prepared), learned_positions(prepared)
         for items in (train_items, *(eval_items.values() if isinstance(eval_items, dict) else [eval_items])):
-            check_ids(items, embedding_rows(prepared), learned_positions(prepared))
+            check_ids(items, *limits)
         super().__init__(
             prepared.model,
             args,

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from posttrain.errors import ConfigError
 from posttrain.model.adapter_weights import saved_tensors, tied_names
 from posttrain.model.adapters import is_adapted
-from posttrain.model.saved import restore_weights
+from posttrain.model.saved import is_saved_otherwise, restore_weights
 from posttrain.parallel.training_state import (
     has_shards,
     load_optimizer_state,
@@ -44,8 +43,6 @@ def save_training(trainer: Any, folder: str) -> None:
 def load_training(trainer: Any, folder: str) -> None:
     """What `save_training` wrote, or what one process or DDP did."""
     if has_shards(folder):
-        if trainer.is_deepspeed_enabled:
-            raise ConfigError(f"`resume_from_checkpoint`: {folder} was saved by FSDP2; resume without `deepspeed`.")
         load_shards(folder, trainer.model, trainer.optimizer, is_adapted(trainer.model))
     else:
         state = torch.load(Path(folder) / "optimizer.pt", map_location="cpu", weights_only=True)
@@ -55,12 +52,13 @@ def load_training(trainer: Any, folder: str) -> None:
 
 def load_weights(trainer: Any, folder: str) -> bool:
     """Weights alone. False for adapters in one process or under DDP, and for DeepSpeed: they are upstream's to read."""
+    model, adapted = trainer.model, is_adapted(trainer.model)
     if has_shards(folder):
-        load_shard_weights(folder, trainer.model, is_adapted(trainer.model))
-    elif trainer.is_fsdp_enabled:
-        load_weight_files(folder, saved_tensors(trainer.model), tied_names(trainer.model))
-    elif trainer.is_deepspeed_enabled or is_adapted(trainer.model):
+        load_shard_weights(folder, model, adapted)
+    elif trainer.is_deepspeed_enabled or (adapted and not trainer.is_fsdp_enabled):
         return False
+    elif not adapted and is_saved_otherwise(model):
+        restore_weights(model, folder)  # upstream would pass over names it does not know
     else:
-        restore_weights(trainer.model, folder)  # upstream would pass over names that a family saves otherwise
+        load_weight_files(folder, saved_tensors(model), tied_names(model))
     return True
