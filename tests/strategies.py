@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from families import build as build_family
 from laws.mutants import applied
 from laws.runs import Run, same, scratch, sft
 from peft import LoraConfig
@@ -47,6 +48,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {},
     "fsdp2": {"fsdp": True},
     "fsdp2-sharded": {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}},
+    "zero1": zero(1),
     "zero2": zero(2),
     "zero3": zero(3),
 }
@@ -172,6 +174,11 @@ def lora() -> LoraConfig:
 def adapted_one_is_two(strategy: str) -> None:
     """As above under LoRA, saved as an adapter alone."""
     one_is_two(strategy, peft_config=lora())
+
+
+def mixture_one_is_two(strategy: str) -> None:
+    """As above with experts and their balance loss, which weighs as much as the rest."""
+    one_is_two(strategy, split=2, model=build_family("qwen3-moe"), router_aux_loss_coef=1.0)
 
 
 def head_adapted_one_is_two(strategy: str) -> None:

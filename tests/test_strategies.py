@@ -13,7 +13,7 @@ from pool import POOL
 from tiny import token_rows
 
 _ZERO = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
-NAMES = ["ddp", "fsdp2", *(pytest.param(name, marks=_ZERO) for name in ("zero2", "zero3"))]
+NAMES = ["ddp", "fsdp2", *(pytest.param(name, marks=_ZERO) for name in ("zero1", "zero2", "zero3"))]
 EVERY = pytest.mark.parametrize("strategy", NAMES)
 
 
@@ -37,6 +37,11 @@ def test_model_by_name(strategy):
 @EVERY
 def test_adapter(strategy):
     s.adapted_one_is_two(strategy)
+
+
+@EVERY
+def test_mixture_of_experts(strategy):
+    s.mixture_one_is_two(strategy)
 
 
 @EVERY

@@ -27,7 +27,9 @@ def experts_per_token(model: Any) -> int | None:
 
     Dense models have none, and neither have families balanced by a bias on the router (DeepSeek-V3, GLM-4-MoE).
     """
-    own = vars(sys.modules[type(model).__module__]).get("load_balancing_loss_func")
+    # A sharded model has a class of FSDP2's making before its own.
+    homes = (vars(sys.modules[cls.__module__]) for cls in type(model).__mro__)
+    own = next((found for home in homes if (found := home.get("load_balancing_loss_func"))), None)
     if own is None or tuple(inspect.signature(own).parameters) != _FORMULA:  # Doge has another formula
         return None
     named = (model, model.config.get_text_config())  # a multimodal model names it in its text's config alone
