@@ -55,7 +55,7 @@ NOTES = """
 - **token mixers**: state-space, linear-attention and convolution layers see one sequence a row, in few calls of like
   lengths. Tokens that sequences share go through them once for each; through all other layers once.
 - **longrope**: rows up to the original context and longer ones have their own frequencies. A micro-batch that holds
-  both kinds runs as two forwards.
+  both kinds runs as two forwards; where weights are sharded, on every rank.
 - **dynamic** rotary frequencies differ for every length beyond the context: a forward for each such length.
 - **positions learned**: rows longer than the table are refused before training; set `max_length`.
 - **head**: a tied head shares its weight with the embedding; `×` is a factor on the logits, `cap` a soft cap.

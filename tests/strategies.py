@@ -181,6 +181,14 @@ def mixture_one_is_two(strategy: str) -> None:
     one_is_two(strategy, split=2, model=build_family("qwen3-moe"), router_aux_loss_coef=1.0)
 
 
+def long_rope_one_is_two(strategy: str) -> None:
+    """As above with rows on both sides of LongRoPE's border, all of the long ones on one rank in some steps."""
+    lengths = (5, 50, 7, 9, 6, 8, 45, 44, 10, 5, 6, 7)  # the original context is 40
+    rows = Dataset.from_list([{"input_ids": [(7 * i + j) % 250 for j in range(n)]} for i, n in enumerate(lengths)])
+    settings = {"model": build_family("phi3-longrope"), "rows": rows, "train_sampling_strategy": "sequential"}
+    one_is_two(strategy, split=2, gradient_checkpointing=True, **settings)
+
+
 def head_adapted_one_is_two(strategy: str) -> None:
     """As above with an adapter on the head, whose own frozen weight peft then saves too."""
     one_is_two(strategy, peft_config=LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False))

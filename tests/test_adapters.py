@@ -136,7 +136,7 @@ def test_frozen_adapter_is_refused():
     model = get_peft_model(tiny(), lora())
     model.requires_grad_(False)
     with pytest.raises(ModelError, match="is_trainable=True"):
-        wrap_adapter(model, None)
+        check_trainable(wrap_adapter(model, None))
 
 
 def test_frozen_adapter_from_disk_is_refused(tmp_path: Any):

@@ -63,8 +63,9 @@ def test_what_would_wait_for_another_rank_is_refused(monkeypatch: pytest.MonkeyP
     sharded: Any = SimpleNamespace(sharded=True)
     args = sft().args
     refuse_combinations(args, build("llama"), sharded, 0.0)
-    with pytest.raises(ConfigError, match="longrope"):
-        refuse_combinations(args, build("phi3-longrope"), sharded, 0.0)
+    refuse_combinations(args, build("phi3-longrope"), sharded, 0.0)  # the ranks agree on its two regimes
+    with pytest.raises(ConfigError, match="dynamic rotary"):
+        refuse_combinations(args, build("qwen3-dynamic"), sharded, 0.0)
     refuse_combinations(args, build("qwen3.5"), sharded, 0.0)  # FSDP2 gathers a layer at once
     args.deepspeed_plugin = object()
     with pytest.raises(ConfigError, match="token mixers"):

@@ -6,14 +6,18 @@ from typing import Any
 
 import pytest
 import strategies as s
+import torch
 from laws.runs import scratch, sft
 from pool import POOL
 from tiny import tiny_model
 
+from posttrain import BEMACallback
 from posttrain.errors import ConfigError
 from posttrain.trainer.checkpoints import refuse_other_strategy
 
 pytest.importorskip("deepspeed")
+from deepspeed.utils import safe_get_full_fp32_param
+
 STAGES = pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 
 
@@ -39,6 +43,26 @@ def test_mutants_are_caught(strategy, mutant):
 @STAGES
 def test_a_frozen_reference(strategy):
     assert s.reference_scores_alike(strategy)["partitioned"] == (strategy == "zero3")
+
+
+def averaged() -> tuple[float, bool]:
+    """How far BEMA's last copy of a weight is from ZeRO's master, and whether it is rounded to bfloat16."""
+    model = tiny_model("qwen3")
+    callback = BEMACallback(update_freq=1, ema_power=0.0, bias_power=100.0)  # β = 1, α = 0: the weights themselves
+    with s.clean():
+        trainer = sft(model, bf16=True, max_steps=2, **s.ADAM, **s.STRATEGIES["zero2"])
+        trainer.add_callback(callback)
+        trainer.train()
+        name, weight = next(iter(model.named_parameters()))
+        master = safe_get_full_fp32_param(weight)
+        result = callback.bema.result[name]
+        return float((result - master).abs().max()), torch.equal(result, result.bfloat16().float())
+
+
+def test_averages_are_of_the_float32_masters():
+    for far, rounded in POOL.run(averaged):
+        assert far < 1e-7
+        assert not rounded
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

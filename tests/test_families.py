@@ -12,6 +12,7 @@ from datasets import Dataset
 from families import EVERY, FAMILIES, build
 from forests import close, forest, forest_gradients, padded_left, separate_gradients
 from laws.runs import FIELDS, run, scratch, sft
+from peft import LoraConfig
 from transformers import AutoConfig
 
 import posttrain.model.attention as attention
@@ -181,6 +182,12 @@ def test_what_text_does_not_meet_is_frozen(family, capsys):
     assert "beside the language model are kept" in capsys.readouterr().err
     assert trained == {n for n in dict(model.named_parameters()) if "language_model" in n or "lm_head" in n}
     assert trained != set(dict(model.named_parameters()))
+
+
+def test_an_adapter_on_what_text_does_not_meet_is_refused():
+    vision = LoraConfig(target_modules=r".*vision_tower.*q_proj")
+    with pytest.raises(ModelError, match="nothing would be trained"):
+        prepare_model(build("gemma3-multimodal"), LoadOptions(), vision)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])

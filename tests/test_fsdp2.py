@@ -16,8 +16,8 @@ from pool import POOL
 from tiny import tiny_model, token_rows
 from transformers import TrainerState
 
-from posttrain.errors import ConfigError
-from posttrain.parallel.params import whole
+from posttrain.errors import ConfigError, ModelError
+from posttrain.parallel.params import fsdp2_plugin, whole
 from posttrain.parallel.ranks import rank
 
 BOTH = pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
@@ -138,6 +138,40 @@ def test_fsdp1_is_refused():
         assert "`version: 2`" in told
 
 
+PASSED_OVER = {
+    "min_num_params": {"min_num_params": 1000},
+    "SIZE_BASED_WRAP": {"auto_wrap_policy": "SIZE_BASED_WRAP"},
+}
+
+
+@pytest.mark.parametrize("name", PASSED_OVER)
+def test_what_would_be_passed_over_is_refused(name):
+    for told in POOL.run(build, fsdp=True, fsdp_config=dict(PASSED_OVER[name])):
+        assert name in told
+
+
+def test_one_process_under_the_launcher_is_told(monkeypatch, capsys):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    assert fsdp2_plugin(None, sft().args) is None
+    assert "one process has nothing to shard" in capsys.readouterr().err
+
+
+def test_weights_without_values_are_refused():
+    for told in POOL.run(on_meta):
+        assert "meta device" in told
+
+
+def on_meta() -> str:
+    trainer = sft(fsdp=True)
+    trainer.model.lm_head.to("meta")
+    try:
+        trainer.train()
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
 def test_fsdp_asked_by_the_launcher(monkeypatch):
     first, _ = POOL.run(launched, version="2")
     assert first == "FSDP"
@@ -247,7 +281,7 @@ def test_several_gpus_of_one_process_are_not_wrapped_in_data_parallel(monkeypatc
     trainer = sft()
     trainer.args._n_gpu = 2
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.warns(UserWarning, match="accelerate launch --num_processes 2"):
+    with pytest.warns(UserWarning, match="--num_processes 2"):
         trainer.args._check_geometry()
     assert trainer.args.n_gpu == 1
     assert type(trainer._wrap_model(trainer.model)) is type(trainer.model)

@@ -124,6 +124,7 @@ def test_unknown_name_lists_the_shipped_ones():
     [
         ("[", "not valid YAML"),
         ("num_processes: 2", "`distributed_type` is missing"),
+        ("distributed_type: 'NO'\ndynamo_config: {dynamo_backend: INDUCTOR}", "set `torch_compile`"),
         ("distributed_type: TPU", "`distributed_type` is 'TPU'"),
         ("distributed_type: 'NO'\ncompute_environment: AMAZON_SAGEMAKER", "only LOCAL_MACHINE"),
     ],

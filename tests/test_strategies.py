@@ -45,6 +45,11 @@ def test_mixture_of_experts(strategy):
 
 
 @EVERY
+def test_long_rope(strategy):
+    s.long_rope_one_is_two(strategy)
+
+
+@EVERY
 def test_adapter_of_the_head(strategy):
     s.head_adapted_one_is_two(strategy)
 

@@ -136,6 +136,10 @@ def read_config(path: Path) -> dict[str, Any]:
     environment = config.get("compute_environment", "LOCAL_MACHINE")
     if environment != "LOCAL_MACHINE":
         raise ConfigError(f"{where}: `compute_environment` is {environment!r}; only LOCAL_MACHINE can be launched.")
+    dynamo = config.get("dynamo_config") or {}
+    backend = dynamo.get("dynamo_backend", config.get("dynamo_backend", "NO"))
+    if str(backend).upper() != "NO":
+        raise ConfigError(f"{where}: `dynamo_backend` is {backend!r}; set `torch_compile` of the command instead.")
     kind = config["distributed_type"]
     if kind not in _TYPES:
         raise ConfigError(f"{where}: `distributed_type` is {kind!r}; expected one of {', '.join(_TYPES)}.")

@@ -140,7 +140,6 @@ def wrap_adapter(model: Any, peft_config: PeftConfig | None) -> Any:
         check_adapter(model.active_peft_config)
         _refuse_merged(model)
         keep_master_weights(model)
-    check_trainable(model)
     return model
 
 

@@ -16,6 +16,7 @@ from posttrain.model.attention import forest_active
 from posttrain.model.padding import pad_rows
 from posttrain.model.rope import forget_lengths, row_groups, varying_rope
 from posttrain.model.router import balance_losses, experts_per_token
+from posttrain.parallel.params import is_parted
 from posttrain.types import Segments, TokenBatch
 
 
@@ -87,7 +88,12 @@ def _run_forest(
 
 
 def _part(segments: Segments, leaves: list[int]) -> tuple[np.ndarray, Segments, tuple[int, ...]]:
-    """The part of a forest that some leaves need: its positions in the whole, its segments, and the leaves in it."""
+    """The part of a forest that some leaves need: its positions in the whole, its segments, and the leaves in it.
+
+    Of no leaves, one token: the model is run all the same, for the other ranks.
+    """
+    if not leaves:
+        return np.zeros(1, dtype=np.int64), Segments((0,), (1,), (-1,)), ()
     kept = sorted({k for leaf in leaves for k in segments.path(leaf)})
     new, sizes = {k: i for i, k in enumerate(kept)}, segments.sizes
     index = np.concatenate([np.arange(segments.start[k], segments.end[k]) for k in kept])
@@ -107,7 +113,7 @@ def padded_hidden(
         return Hidden(states[rows.read_row, rows.read_column], aux)
     found, aux_losses = [], []
     for group in groups:
-        states, aux = _run_rows(model, batch, rows.index[group], balance)
+        states, aux = _run_rows(model, batch, rows.index[group or [0]][:, : None if group else 1], balance)
         found.append(states)
         aux_losses.append(aux)
     rank = torch.argsort(torch.tensor([s for group in groups for s in group])).to(rows.index.device)
@@ -156,4 +162,4 @@ def _groups(model: Any, batch: TokenBatch) -> list[list[int]]:
     segments = batch.segments
     sizes = segments.sizes
     lengths = [sum(sizes[k] for k in segments.path(leaf)) for leaf in batch.leaf or (0,)]
-    return row_groups(model.config, lengths)
+    return row_groups(model.config, lengths, batch.input_ids.device if is_parted(model) else None)

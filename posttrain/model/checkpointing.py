@@ -126,7 +126,8 @@ class Checkpoints:
 
     def _measured(self, kind: Any, layer: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
         """Run a layer that keeps everything, and note the bytes it keeps for a token."""
-        tokens = args[0].shape[:-1].numel()
+        given = (*args, *getattr(function, "keywords", {}).values())  # some families call their layers by keyword
+        tokens = next(x for x in given if isinstance(x, Tensor) and x.is_floating_point()).shape[:-1].numel()
         saved = SavedBytes(layer)
         with saved:
             out = function(*args)
@@ -138,7 +139,11 @@ class Checkpoints:
 def _kind(layer: nn.Module) -> Any:
     """Layers of a kind keep as much for a token: equal class, window and shapes."""
     window = [getattr(m, "sliding_window", None) for m in layer.children()]
-    return type(layer), str(window), tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
+    return (
+        type(layer),
+        str(window),
+        tuple((name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in layer.named_parameters()),
+    )
 
 
 def _fitting(costs: list[float], budget: float) -> int:

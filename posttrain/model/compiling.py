@@ -18,12 +18,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.errors import ConfigError
 from posttrain.model.attention import FOREST, forest_attention
+from posttrain.parallel.ranks import say
 
 
 def compile_layers(model: nn.Module, backend: str, mode: str | None) -> Callable[[], None]:
     """Compile every decoder layer in place; return what undoes it. Raises `ConfigError` for a model without layers of
     transformers' kind."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    found = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = [layer for layer in found if "forward" not in vars(layer)]
+    if len(layers) < len(found):
+        say(f"torch_compile: {len(found) - len(layers)} layers whose forward was replaced stay as they are")
     if not layers:
         raise ConfigError(
             f"`torch_compile` is on, and {type(model).__name__} has no decoder layers of transformers' kind; leave it "

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 
 from posttrain.errors import ConfigError, ModelError
-from posttrain.model.adapters import check_adapter, is_adapted, keep_quantized_weights, wrap_adapter
+from posttrain.model.adapters import check_adapter, check_trainable, is_adapted, keep_quantized_weights, wrap_adapter
 from posttrain.model.body import backbone, text_model
 from posttrain.model.head import head_spec
 from posttrain.model.probe import choose_layout, take_forests
@@ -166,6 +166,7 @@ def prepare_model(
         peft_config = _take_tokens(model, peft_config, list(new_tokens))
     model = wrap_adapter(model, peft_config)
     _freeze_all_but_text(base_model(model))
+    check_trainable(model)
     low = {p.dtype for p in model.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)}
     if low and not isinstance(source, str):
         say(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from posttrain.errors import ConfigError, ModelError
+from posttrain.parallel.deepspeed import master_weight
 
 # How families name layer k of the decoder.
 _LAYER = r"(?:^|\.)(?:layers|h|blocks?)\.{layer}\."
@@ -96,6 +97,7 @@ class Bema:
     first: dict[str, Tensor] = field(default_factory=dict)  # θ_0
     ema: dict[str, Tensor] = field(default_factory=dict)
     result: dict[str, Tensor] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # of the weights, or of their masters
 
     def alpha(self, step: int) -> float:
         return (self.lag + self.multiplier * step) ** -self.bias_power
@@ -107,7 +109,9 @@ class Bema:
     def start(self, model: nn.Module) -> None:
         """Take the trained weights as θ_0. Raises `ModelError` for sharded ones."""
         _refuse_sharded(model, "BEMACallback")
-        self.first = {name: self._copy(weight) for name, weight in _trained(model)}
+        found = {name: _precise(weight) for name, weight in _trained(model)}
+        self.dtypes = {name: weight.dtype for name, weight in found.items()}
+        self.first = {name: self._copy(weight) for name, weight in found.items()}
         if not self.first:
             raise ModelError("BEMACallback: no weight of the model is trained.")
         self.ema = {name: weight.clone() for name, weight in self.first.items()}
@@ -117,7 +121,7 @@ class Bema:
     def update(self, model: nn.Module, step: int) -> None:
         alpha, beta = self.alpha(step), self.beta(step)
         for name, weight in _trained(model):
-            now = weight.to(self.device, torch.float32)
+            now = self._copy(_precise(weight))
             self.ema[name].lerp_(now, beta)
             torch.add(self.ema[name], now - self.first[name], alpha=alpha, out=self.result[name])
 
@@ -127,9 +131,9 @@ class Bema:
 
     def state_of(self, model: nn.Module) -> dict[str, Tensor]:
         """The model's state with the result in place of the trained weights, tied names included."""
-        by_weight = {id(weight): self.result[name] for name, weight in _trained(model)}
-        state = model.state_dict(keep_vars=True)
-        return {name: by_weight[id(w)].to(w.dtype) if id(w) in by_weight else w.data for name, w in state.items()}
+        by_weight = {id(weight): self.result[name].to(self.dtypes[name]) for name, weight in _trained(model)}
+        state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+        return {name: by_weight.get(id(w), w.detach()) for name, w in state.items()}
 
     def tensors(self) -> Mapping[str, dict[str, Tensor]]:
         """What goes on from a checkpoint."""
@@ -139,6 +143,12 @@ class Bema:
         if set(tensors["ema"]) != set(self.ema):
             raise ConfigError("The BEMA state of the checkpoint belongs to other weights.")
         self.first, self.ema, self.result = (dict(tensors[name]) for name in ("first", "ema", "result"))
+
+
+def _precise(weight: Tensor) -> Tensor:
+    """The weight, or the float32 master that ZeRO keeps of it. A collective under ZeRO."""
+    master = master_weight(weight)
+    return weight if master is None else master
 
 
 def _trained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
+
+from posttrain.parallel.ranks import all_max
 
 KINDS = ("longrope", "dynamic")
 
@@ -16,8 +19,11 @@ def varying_rope(config: Any) -> str | None:
     return min(set(KINDS) & kinds, default=None)
 
 
-def row_groups(config: Any, lengths: Sequence[int]) -> list[list[int]]:
+def row_groups(config: Any, lengths: Sequence[int], device: torch.device | None = None) -> list[list[int]]:
     """Rows that may share a forward, given their lengths.
+
+    Given a device, every rank has as many groups, some of them empty: where weights are sharded, ranks go through a
+    model together, and those without long rows must not leave the others waiting. A collective, for LongRoPE alone.
 
     LongRoPE (arXiv 2402.13753, section 3.4) has two sets of frequencies, for rows up to the original context and for
     longer ones: two groups. Dynamic NTK has a set for every length beyond it: a group each.
@@ -29,6 +35,9 @@ def row_groups(config: Any, lengths: Sequence[int]) -> list[list[int]]:
         return [list(range(len(lengths)))]
     limit = _original_length(config, kind)
     groups: dict[int, list[int]] = {}
+    if device is not None:
+        mine = [any(length <= limit for length in lengths), any(length > limit for length in lengths)]
+        groups = {regime: [] for regime, wanted in enumerate(all_max([int(x) for x in mine], device)) if wanted}
     for row, length in enumerate(lengths):
         regime = 0 if length <= limit else 1 if kind == "longrope" else length
         groups.setdefault(regime, []).append(row)

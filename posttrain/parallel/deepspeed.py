@@ -147,6 +147,15 @@ class Zero(Strategy):
         return whole_state(model, adapter_only, gather)
 
 
+def master_weight(parameter: Tensor) -> Tensor | None:
+    """ZeRO's float32 master of a weight, whole, on every rank; None where ZeRO does not train it. A collective."""
+    if not {"_hp_mapping", "ds_id"} & set(vars(parameter)):
+        return None
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return safe_get_full_fp32_param(parameter)
+
+
 def _engine_type() -> type:
     from deepspeed import DeepSpeedEngine
 
@@ -155,9 +164,8 @@ def _engine_type() -> type:
 
 def _whole_parameter(parameter: nn.Parameter) -> Tensor:
     import deepspeed
-    from deepspeed.utils import safe_get_full_fp32_param
 
-    full = safe_get_full_fp32_param(parameter)
+    full = master_weight(parameter)
     if full is not None:
         return full
     with deepspeed.zero.GatheredParameters([parameter]):

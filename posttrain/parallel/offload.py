@@ -126,12 +126,13 @@ class Weights:
         local = [t for t in tensors if t.device.type != "meta"]
         self._storages = {t.untyped_storage().data_ptr() for t in local if type(t) in (Tensor, nn.Parameter)}
         # Casts of weights, which autocast makes once and keeps.
-        self._shapes = {tuple(sorted(t.shape)) for t in local if t.dim() == 2}
+        shapes = (tuple(getattr(t, "ds_shape", t.shape)) for t in local)  # ZeRO-3 leaves empty tensors here
+        self._shapes = {tuple(sorted(shape)) for shape in shapes if len(shape) >= 2}
 
     def hold(self, tensor: Tensor) -> bool:
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
             return True
-        if tensor.dim() == 2 and tuple(sorted(tensor.shape)) in self._shapes:
+        if tensor.dim() >= 2 and tuple(sorted(tensor.shape)) in self._shapes:
             return True
         return tensor.untyped_storage().data_ptr() in self._storages
 

@@ -13,11 +13,17 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
-from posttrain.errors import ConfigError
-from posttrain.parallel.ranks import rank, world_size
+from posttrain.errors import ConfigError, ModelError
+from posttrain.parallel.ranks import rank, say, world_size
 
+_PASSED_OVER = {
+    "min_num_params": "decoder layers are sharded here, one unit each",
+    "ignored_modules": "every weight is sharded",
+    "mixed_precision_policy": "`bf16` and `fp16` decide the precision: float32 masters and sums, products in half",
+}
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -30,6 +36,7 @@ def fsdp2_plugin(asked: Any, args: Any) -> FullyShardedDataParallelPlugin | None
     if asked is None and not by_launcher:
         return None
     if world_size() == 1 and asked is None:
+        say("FSDP2 was asked for by the launcher, and one process has nothing to shard: it holds all weights")
         return None
     if world_size() == 1:
         raise ConfigError("`fsdp` is on, and there is one process; run with `--num_processes`, or leave `fsdp` out.")
@@ -38,6 +45,14 @@ def fsdp2_plugin(asked: Any, args: Any) -> FullyShardedDataParallelPlugin | None
         raise ConfigError(
             f"the launcher asks for FSDP version {plugin.fsdp_version}; only 2 is supported: set `fsdp_version: 2` in "
             "the accelerate file."
+        )
+    for name, what in _PASSED_OVER.items():
+        if getattr(plugin, name) or (args.fsdp_config or {}).get(name):
+            raise ConfigError(f"`fsdp_config`: `{name}` is set, and {what}; leave it out.")
+    if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
+        raise ConfigError(
+            "`fsdp_config`: `auto_wrap_policy` is SIZE_BASED_WRAP, and decoder layers are sharded here, one unit each; "
+            "leave it out, or set TRANSFORMER_BASED_WRAP."
         )
     if plugin.activation_checkpointing:
         # One way to recompute activations: the trainer's, which the base class would otherwise refuse beside this one.
@@ -169,11 +184,19 @@ def _units(model: nn.Module, plugin: Any) -> Iterator[nn.Module]:
 @torch.no_grad()
 def _copy_first_rank(model: nn.Module, device: torch.device) -> None:
     """Weights and buffers of rank 0 everywhere, as DDP does: the others may have drawn, or not loaded, theirs."""
-    for tensor in (*model.parameters(), *model.buffers()):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ModelError(f"`model`: {name} is on the meta device, without values; load it on the host.")
         there = tensor.data.to(device)
         dist.broadcast(there, 0)
         if there is not tensor.data:
             tensor.data.copy_(there)
+
+
+def is_parted(model: nn.Module) -> bool:
+    """Whether each rank holds a part of the weights alone, and all of them go through the model together."""
+    first = next(model.parameters())
+    return world_size() > 1 and (isinstance(first, DTensor) or "ds_id" in vars(first))
 
 
 def parameter_count(model: nn.Module) -> int:

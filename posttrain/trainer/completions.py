@@ -57,7 +57,7 @@ def complete(trainer: Any, model: Any, prompts: list[list[int]], generation_conf
         model.eval()
         try:
             for start in range(0, share, size):
-                written += _write(model, tokenizer, mine[start : start + size], generation_config, ranks > 1)
+                written += _write(model, tokenizer, mine[start : start + size], generation_config, trainer.args.device)
         finally:
             model.train(was_training)
     by_rank = gather_objects(written)
@@ -65,18 +65,17 @@ def complete(trainer: Any, model: Any, prompts: list[list[int]], generation_conf
     return [(text, by_rank[i % ranks][i // ranks]) for i, text in enumerate(texts)]
 
 
-def _write(model: Any, tokenizer: Any, prompts: list[list[int]], generation_config: Any, synced: bool) -> list[str]:
+def _write(model: Any, tokenizer: Any, prompts: list[list[int]], generation_config: Any, device: Any) -> list[str]:
     """Left-padded, so that every row goes on from its last token."""
     longest = max(map(len, prompts))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     rows = [[pad] * (longest - len(ids)) + ids for ids in prompts]
     mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
-    device = next(model.parameters()).device
     found = model.generate(
         input_ids=torch.tensor(rows, device=device),
         attention_mask=torch.tensor(mask, device=device),
         generation_config=generation_config,
         pad_token_id=pad,
-        synced_gpus=synced,
+        synced_gpus=world_size() > 1,
     )
     return tokenizer.batch_decode(found[:, longest:], skip_special_tokens=True)

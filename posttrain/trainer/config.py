@@ -133,7 +133,7 @@ class BaseConfig(TrainingArguments):
             self._n_gpu = 1
             warnings.warn(
                 f"{torch.cuda.device_count()} GPUs are visible to one process; using one. To use all of them: "
-                f"accelerate launch --num_processes {torch.cuda.device_count()} …",
+                f"posttrain … --num_processes {torch.cuda.device_count()}, or `accelerate launch` with a script.",
                 stacklevel=3,
             )
 

@@ -79,6 +79,7 @@ def _worker_options(args: Any, streaming: bool = False) -> dict[str, Any]:
     if workers:
         options["persistent_workers"] = args.dataloader_persistent_workers
         options["prefetch_factor"] = args.dataloader_prefetch_factor
+        options["multiprocessing_context"] = args.dataloader_multiprocessing_context
     return options
 
 

@@ -21,17 +21,21 @@ def _splits_model(parallelism: Any) -> bool:
 
 def refuse_unsupported(args: BaseConfig) -> None:
     """Fields of the base class that would be ignored, or would be wrong in a packed row."""
+    accelerator: Any = args.accelerator_config
     wrong = {
         "label_smoothing_factor": args.label_smoothing_factor != 0,
         "auto_find_batch_size": args.auto_find_batch_size,
         "ignore_data_skip": args.ignore_data_skip,
-        "split_batches": bool(getattr(args.accelerator_config, "split_batches", False)),
+        "split_batches": bool(accelerator.split_batches),
         "parallelism_config": _splits_model(args.parallelism_config),
         "include_for_metrics": bool(args.include_for_metrics),
         "batch_eval_metrics": args.batch_eval_metrics,
         "bf16_full_eval": args.bf16_full_eval,
         "fp16_full_eval": args.fp16_full_eval,
-        "dispatch_batches": bool(getattr(args.accelerator_config, "dispatch_batches", None)),
+        "average_tokens_across_devices": not args.average_tokens_across_devices,
+        "dataloader_in_order": not args.dataloader_in_order,
+        "sync_each_batch": bool((accelerator.gradient_accumulation_kwargs or {}).get("sync_each_batch")),
+        "dispatch_batches": bool(accelerator.dispatch_batches),
     }
     if args.use_liger_kernel and importlib.util.find_spec("liger_kernel") is None:
         raise MissingExtraError(
@@ -60,8 +64,8 @@ def refuse_combinations(args: BaseConfig, base: Any, strategy: Strategy, balance
             "`save_on_each_node` is on and the weights are sharded; give all machines one `output_dir`",
         ),
         (
-            parted and rope is not None,
-            f"`model`: {rope} rotary frequencies take one forward for each length, and ranks with other lengths would "
+            parted and rope == "dynamic",
+            "`model`: dynamic rotary frequencies take one forward for each length, and ranks with other lengths would "
             "wait for each other's weights; train it with DDP or in one process",
         ),
         (
