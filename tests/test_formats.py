@@ -7,10 +7,12 @@ from datasets import Dataset, DatasetDict, IterableDataset
 
 from posttrain.data.formats import (
     detect,
-    extract_prompt,
     is_conversational,
     is_conversational_from_value,
     maybe_convert_to_chatml,
+)
+from posttrain.data.preference import (
+    extract_prompt,
     maybe_extract_prompt,
     maybe_unpair_preference_dataset,
     unpair_preference_dataset,
