@@ -9,6 +9,7 @@ from __future__ import annotations
 import bz2
 import csv
 import gzip
+import importlib
 import io
 import json
 import lzma
@@ -80,7 +81,7 @@ def _open(path: Path, packed: str) -> IO[bytes]:
 
 def _zstd(path: Path) -> IO[bytes]:
     try:
-        import zstandard
+        zstandard = importlib.import_module("zstandard")
     except ImportError as error:
         raise MissingExtraError(
             f"File {str(path)!r} is compressed with zstd, which needs `pip install zstandard`; or compress it as .gz."
