@@ -55,7 +55,9 @@ class Column:
         if len(kinds) > 1:
             return Json()
         if kinds == {list}:
-            return List(self.item.feature()) if self.item is not None else List(Value("null"))
+            inner = self.item.feature() if self.item is not None else Value("null")
+            # `datasets` reads the JSON in a list only where the list holds mappings.
+            return List(inner) if isinstance(inner, dict) or not _holds_json(inner) else Json()
         if kinds == {dict}:
             same = all(count[0] == self.mappings for _, count in self.fields.values())
             known = self.fields and (same or MESSAGE_KEYS & set(self.fields))

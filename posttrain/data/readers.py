@@ -34,14 +34,15 @@ Numbered = Iterator[tuple[int, Row]]
 class BrokenRow(ValueError):
     """What is wrong with a line; `read_rows` adds the file."""
 
-    def __init__(self, line: int, what: str) -> None:
+    def __init__(self, number: int, what: str, unit: str = "line") -> None:
         super().__init__(what)
-        self.line, self.what = line, what
+        self.number, self.what, self.unit = number, what, unit
 
 
-def place(file: str | Path, line: int) -> str:
-    """How errors name a row. e.g. "File 'a.jsonl', line 3" """
-    return f"File {str(file)!r}, line {line}"
+def place(file: str | Path, number: int) -> str:
+    """How errors name what `read_rows` gave. e.g. "File 'a.jsonl', line 3"; "File 'a.json', row 3" """
+    unit = "row" if endings(Path(file))[0] == ".json" else "line"
+    return f"File {str(file)!r}, {unit} {number}"
 
 
 def read_rows(file: str | Path) -> Numbered:
@@ -58,7 +59,7 @@ def read_rows(file: str | Path) -> Numbered:
             for line, row in _READ[ending](stream):
                 yield line, row
     except BrokenRow as error:
-        raise DataError(f"{place(path, error.line)}: {error.what}") from error
+        raise DataError(f"File {str(path)!r}, {error.unit} {error.number}: {error.what}") from error
     except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
         raise DataError(
             f"{place(path, line + 1)}: the compressed data is broken ({error}); the file was cut or is no {packed} "
@@ -249,7 +250,7 @@ def _json(stream: IO[bytes]) -> Numbered:
         document = _JSON.decode(text.strip())
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and text.lstrip().startswith("{"):
-            yield from _jsonl(io.BytesIO(text.encode()))
+            yield from enumerate((row for _, row in _jsonl(io.BytesIO(text.encode()))), start=1)
             return
         cut = " The file ends in the middle of a value: it was cut." if error.pos >= len(text.strip()) - 1 else ""
         raise BrokenRow(error.lineno, f"not valid JSON ({error.msg} at column {error.colno}).{cut}") from error
@@ -265,7 +266,7 @@ def _json(stream: IO[bytes]) -> Numbered:
         try:
             yield number, _object(value, number, text)
         except BrokenRow as error:
-            raise BrokenRow(1, f"item {number} of the list is {error.what}") from error
+            raise BrokenRow(number, error.what, "row") from error
 
 
 # Tables
