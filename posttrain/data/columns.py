@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from decimal import Decimal
 from typing import Any
 
 MESSAGE_KEYS = frozenset({"role", "from"})
@@ -150,6 +151,10 @@ def _spelt(value: Any) -> str:
 def _spellings(value: float) -> Iterator[str]:
     yield from (f"{value:.{digits}e}" for digits in range(18))
     yield from (f"{value:.{digits}f}" for digits in range(1, 18) if abs(value) < 1e15)
+    whole = Decimal(repr(value))
+    for shift in range(-20, 21):
+        yield f"{whole.scaleb(shift):f}e{-shift}"
+        yield f"{Decimal(value).scaleb(shift):.17g}e{-shift}"
 
 
 def plain_schema(features: Any) -> Any:
