@@ -286,6 +286,8 @@ def _load_arrow(kind: str, files: Sequence[Path], streaming: bool, path: str, ch
     from datasets import load_dataset
 
     _same_columns(files, [_schema(kind, file) for file in files])
+    if kind == "parquet" and not _rows_in(kind, files):
+        raise EmptyDataError(f"{path!r} holds no row; write rows to it or remove it.")
     named = {"train": [str(file) for file in files]}
     try:
         rows = load_dataset(kind, data_files=named, split="train", streaming=streaming)
@@ -309,9 +311,7 @@ def _schema(kind: str, file: Path) -> Any:
             except pa.ArrowInvalid:
                 return pa.ipc.open_file(source).schema
     except (pa.ArrowException, OSError) as error:
-        raise DataError(
-            f"File {str(file)!r} is no {kind} file, or was cut ({error}); write or download it again."
-        ) from error
+        raise DataError(f"File {str(file)!r} is no whole {kind} file ({error}); write or download it again.") from error
 
 
 def _same_columns(files: Sequence[Path], schemas: Sequence[Any]) -> None:
