@@ -240,7 +240,7 @@ def test_broken_tables_are_named(tmp_path):
             load_source(str(tmp_path / name), split="train")
     rows.save_to_disk(tmp_path / "saved")
     next((tmp_path / "saved").glob("*.arrow")).unlink()
-    with pytest.raises(DataError, match="saved' of save_to_disk cannot be read"):
+    with pytest.raises(DataError, match="saved', written by save_to_disk, cannot be read"):
         load_source(str(tmp_path / "saved"), split="train")
 
 
