@@ -7,7 +7,8 @@ import json
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
-from posttrain.data.config import DatasetConfig, DatasetMixtureConfig
+from posttrain.cli.run import load_data
+from posttrain.data.config import DatasetConfig, DatasetMixtureConfig, ScriptArguments
 from posttrain.data.mixture import get_dataset
 from posttrain.data.sources import load_source
 from posttrain.errors import ConfigError, DataError, EmptyDataError
@@ -419,3 +420,12 @@ def test_fields_of_mixing(tmp_path):
         mix({"path": a, "weight": 2}, {"path": b}, mixing="interleave")
     with pytest.raises(ConfigError, match="repeats rows"):
         mix({"path": a}, {"path": b}, mixing="interleave", stopping_strategy="all_exhausted", test_split_size=0.5)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_command_line_hands_on_every_field(tmp_path, streaming):
+    a, b = letters(tmp_path)
+    sources = [DatasetConfig(a, weight=1.0), DatasetConfig(b, weight=1.0)]
+    mixture = DatasetMixtureConfig(sources, streaming=streaming, mixing="interleave", mixing_seed=3)
+    train, _ = load_data(ScriptArguments(), mixture, wants_eval=False)
+    assert [row["text"] for row in train] == [row["text"] for row in get_dataset(mixture)["train"]]

@@ -69,7 +69,7 @@ def test_rows_are_read_as_they_are_written(tmp_path, name, content, rows):
     ("name", "content", "message"),
     [
         ("a.jsonl", '{"t": "a"}\n{"t": "b', r"line 2: not valid JSON .*the file ends in the middle of this row"),
-        ("a.jsonl", '{"t": "a"}\n{"t": "b\n{"t": "c"}\n', r"line 2: not valid JSON .* at column 7"),
+        ("a.jsonl", '{"t": "a"}\n{"t": "b\n{"t": "c"}\n', r"line 2: not valid JSON .*, column 7"),
         ("a.jsonl", '{"t": "a"} {"t": "b"}\n', r"line 1: .*one object a line"),
         ("a.jsonl", '{\n "t": "a"\n}\n', r"line 1: .*name the file \.json"),
         ("a.jsonl", '{"t": "a"}\n[1]\n', r"line 2: a list; each row must be a JSON object"),

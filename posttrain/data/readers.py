@@ -192,7 +192,7 @@ def _loads(text: str, number: int, ended: bool = True) -> Any:
 
 
 def _why(text: str, error: json.JSONDecodeError, ended: bool) -> str:
-    what = f"not valid JSON ({error.msg} at column {error.colno})"
+    what = f"not valid JSON ({error.msg}, column {error.colno})"
     if error.msg == "Extra data" and text.lstrip().startswith("{"):
         return f"{what}: something follows the row; write one object a line."
     if text.strip() in ("{", "["):
@@ -253,7 +253,7 @@ def _json(stream: IO[bytes]) -> Numbered:
             yield from enumerate((row for _, row in _jsonl(io.BytesIO(text.encode()))), start=1)
             return
         cut = " The file ends in the middle of a value: it was cut." if error.pos >= len(text.strip()) - 1 else ""
-        raise BrokenRow(error.lineno, f"not valid JSON ({error.msg} at column {error.colno}).{cut}") from error
+        raise BrokenRow(error.lineno, f"not valid JSON ({error.msg}, column {error.colno}).{cut}") from error
     except RecursionError as error:
         raise BrokenRow(1, "nested too deeply to be read.") from error
     except _Refused as error:
