@@ -429,3 +429,24 @@ def test_the_command_line_hands_on_every_field(tmp_path, streaming):
     mixture = DatasetMixtureConfig(sources, streaming=streaming, mixing="interleave", mixing_seed=3)
     train, _ = load_data(ScriptArguments(), mixture, wants_eval=False)
     assert [row["text"] for row in train] == [row["text"] for row in get_dataset(mixture)["train"]]
+
+
+def test_files_that_are_no_data(tmp_path):
+    write(tmp_path / "a.jsonl", "a")
+    (tmp_path / ".b.jsonl").write_text("{")
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache" / "c.jsonl").write_text("{")
+    assert len(load_source(str(tmp_path), split="train")) == 1
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 3\n"
+    for name in ("d.parquet", "e.jsonl"):
+        (tmp_path / name).write_text(pointer)
+        with pytest.raises(DataError, match=rf"{name}' is a pointer of Git LFS"):
+            load_source(str(tmp_path / name), split="train")
+
+
+def test_data_files_of_any_place(tmp_path):
+    path = write(tmp_path / "a.jsonl", "ab")
+    (tmp_path / "empty").mkdir()
+    assert len(load_source(str(tmp_path / "empty"), split="train", data_files=path)) == 2
+    with pytest.raises(DataError, match=r"`data_files` is 'b.jsonl' and .* is one file"):
+        load_source(path, split="train", data_files="b.jsonl")

@@ -76,6 +76,8 @@ def test_rows_are_read_as_they_are_written(tmp_path, name, content, rows):
         ("a.jsonl", '{"t": "a"}\nnull\n', r"line 2: a null"),
         ("a.jsonl", '{"t": "a", "t": "b"}\n', r"line 1: the key 't' comes twice"),
         ("a.jsonl", '{"n": 123456789012345678901}\n', r"line 1: the number 12345.* does not fit in 64 bits"),
+        ("a.jsonl", '{"t": NaN}\n', r"line 1: holds NaN, which is no JSON; write null"),
+        ("a.csv", "prompt;completion\na;b\n", r"line 1: one column, .* seem to be parted by ';'"),
         ("a.jsonl", '{"t": "\\ud800"}\n', r"line 1: .*surrogate"),
         ("a.jsonl", "[" * 100_000, r"line 1: nested too deeply"),
         ("a.jsonl", b'{"t": "ok"}\n{"t": "caf\xe9"}\n', r"line 2: byte 11 \(0xe9, after .*caf'\) is not UTF-8.*LATIN1"),
@@ -200,3 +202,17 @@ def test_files_without_rows_are_named(tmp_path):
     for name, content in (("a.jsonl", "\n\n"), ("a.json", "[]"), ("a.csv", "a,b\n"), ("b.json", " ")):
         with pytest.raises(EmptyDataError, match=rf"{name}' holds no row"):
             read_table([write(tmp_path / name, content)])
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"n": 2**53 + 1}, {"n": 0.5}],
+        [{"deep": eval("{'a': " * 90 + "1" + "}" * 90)}],
+        [{"m": {}}, {"m": {"a": 1}}, {"m": None}],
+        [{"n": -(2**63)}, {"n": 2**63 - 1}],
+    ],
+)
+def test_values_that_columns_of_arrow_cannot_hold(tmp_path, rows):
+    path = write(tmp_path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    assert list(read_table([path])) == rows

@@ -14,14 +14,18 @@ from decimal import Decimal
 from typing import Any
 
 MESSAGE_KEYS = frozenset({"role", "from"})
+# Deeper structs are kept as JSON: Arrow stops at 64.
+DEEPEST = 16
+EXACT_IN_A_FLOAT = 2**53
 
 
 class Column:
     """What has been seen of one value: its kinds, and those of what it holds."""
 
-    __slots__ = ("fields", "item", "kinds", "mappings")
+    __slots__ = ("fields", "item", "kinds", "mappings", "wide")
 
     def __init__(self) -> None:
+        self.wide = False  # a whole number that no float holds
         self.kinds: set[type] = set()
         self.item: Column | None = None
         self.fields: dict[str, tuple[Column, list[int]]] = {}
@@ -33,7 +37,9 @@ class Column:
         if value is None:
             return
         self.kinds.add(kind)
-        if kind is list:
+        if kind is int:
+            self.wide = self.wide or not -EXACT_IN_A_FLOAT <= value <= EXACT_IN_A_FLOAT
+        elif kind is list:
             if self.item is None:
                 self.item = Column()
             for item in value:
@@ -45,25 +51,25 @@ class Column:
                 column.see(item)
                 count[0] += 1
 
-    def feature(self) -> Any:
+    def feature(self, depth: int = 0) -> Any:
         """The type in the words of `datasets`."""
         from datasets import Json, List, Value
 
         kinds = self.kinds
         if not kinds:
             return Value("null")
-        if kinds <= {int, float}:
+        if kinds <= {int, float} and not (self.wide and float in kinds):
             return Value("float64" if float in kinds else "int64")
-        if len(kinds) > 1:
+        if len(kinds) > 1 or depth > DEEPEST:
             return Json()
         if kinds == {list}:
-            inner = self.item.feature() if self.item is not None else Value("null")
+            inner = self.item.feature(depth + 1) if self.item is not None else Value("null")
             # `datasets` reads the JSON in a list only where the list holds mappings.
             return List(inner) if isinstance(inner, dict) or not _holds_json(inner) else Json()
         if kinds == {dict}:
             same = all(count[0] == self.mappings for _, count in self.fields.values())
             known = self.fields and (same or MESSAGE_KEYS & set(self.fields))
-            return {name: column.feature() for name, (column, _) in self.fields.items()} if known else Json()
+            return {name: column.feature(depth + 1) for name, (column, _) in self.fields.items()} if known else Json()
         return Value("bool" if kinds == {bool} else "string")
 
 

@@ -238,7 +238,11 @@ def _whole(text: str) -> int:
     return value
 
 
-_JSON = json.JSONDecoder(object_pairs_hook=_unique, parse_int=_whole, strict=False)
+def _constant(name: str) -> Any:
+    raise _Refused(f"holds {name}, which is no JSON; write null, or leave the key out.")
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_unique, parse_int=_whole, parse_constant=_constant, strict=False)
 
 
 def _json(stream: IO[bytes]) -> Numbered:
@@ -303,6 +307,8 @@ def _header(cells: list[str], line: int) -> list[str]:
     if wrong is not None:
         what = f"the column {wrong!r} comes twice" if wrong else f"a column without a name in {names}"
         raise BrokenRow(line, f"{what}; the first line names the columns, each once.")
+    if len(names) == 1 and (other := next((mark for mark in ";\t|" if mark in names[0]), None)):
+        raise BrokenRow(line, f"one column, {names[0]!r}; its values seem to be parted by {other!r}: part them by ','.")
     return names
 
 

@@ -38,6 +38,7 @@ SPLIT_WORDS = {
     "val": "validation",
     "dev": "validation",
 }
+POINTER = b"version https://git-lfs"
 FIX = "give a file (jsonl, json, csv, tsv, parquet, arrow, txt), a folder of such files, or a hub name"
 
 DataFiles = Union[str, Sequence[str], Mapping[str, Union[str, Sequence[str]]]]  # noqa: UP007
@@ -204,9 +205,13 @@ def _load_saved(folder: Path, streaming: bool, check: bool) -> Loaded:
 
 def _files_by_split(where: Path, data_files: DataFiles | None) -> dict[str, list[Path]]:
     if where.is_file():
+        if data_files is not None:
+            raise DataError(
+                f"`data_files` is {data_files!r} and {str(where)!r} is one file; give the folder, or the file."
+            )
         return {"train": [where]}
     if data_files is None:
-        found = sorted(file for file in where.rglob("*") if file.is_file() and reader_of(file) is not None)
+        found = sorted(file for file in where.rglob("*") if _is_data(file, where))
         splits: dict[str, list[Path]] = {}
         for file in found:
             splits.setdefault(_split_of(file, where), []).append(file)
@@ -217,10 +222,17 @@ def _files_by_split(where: Path, data_files: DataFiles | None) -> dict[str, list
     return {split: _match(where, [value] if isinstance(value, str) else value) for split, value in named.items()}
 
 
+def _is_data(file: Path, root: Path) -> bool:
+    """A file that can be read, and is not hidden."""
+    hidden = any(part.startswith(".") for part in file.relative_to(root).parts)
+    return not hidden and file.is_file() and reader_of(file) is not None
+
+
 def _match(where: Path, patterns: Sequence[str]) -> list[Path]:
     files: list[Path] = []
     for pattern in patterns:
-        found = sorted(where.glob(pattern))
+        root = Path(pattern).anchor
+        found = sorted(Path(root).glob(pattern[len(root) :]) if root else where.glob(pattern))
         if not found:
             raise DataError(f"`data_files` names {pattern!r} and {str(where)!r} holds no such file.")
         files += found
@@ -262,6 +274,11 @@ def _load_files(
     empty = next((file for file in files if file.stat().st_size == 0), None)
     if empty is not None:
         raise EmptyDataError(f"File {str(empty)!r} is empty; write rows to it or remove it.")
+    pointer = next(
+        (file for file in files if file.stat().st_size < 1024 and file.read_bytes().startswith(POINTER)), None
+    )
+    if pointer is not None:
+        raise DataError(f"File {str(pointer)!r} is a pointer of Git LFS, not the data; run `git lfs pull` for it.")
     kind = str(readers.pop())
     # A split that nobody asked for is not read.
     asked = {name: list(group) for name, group in splits.items() if wanted is None or name in wanted}

@@ -78,6 +78,8 @@ def _cache_file(files: Sequence[Path], check: bool) -> Path:
 
 
 def _write(files: Sequence[Path], check: bool, target: Path) -> None:
+    import pyarrow as pa
+
     columns: dict[str, Column] = {}
     for row in checked_rows(files, check):
         observe(columns, row)
@@ -89,6 +91,8 @@ def _write(files: Sequence[Path], check: bool, target: Path) -> None:
     try:
         _write_arrow(files, features_of(columns), partial)
         os.replace(partial, target)
+    except pa.ArrowException as error:
+        raise DataError(f"{_named(files)} rows that make no table ({error}); write simpler values.") from error
     except OSError as error:
         raise DataError(
             f"The table of {[str(file) for file in files]} cannot be written to {str(target.parent)!r} ({error}); make "
