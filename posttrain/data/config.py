@@ -40,11 +40,11 @@ class DatasetConfig:
     """Split to take, or part of one: `train[:1000]`, `train[10%:]`, `train+validation`."""
     columns: list[str] | None = None
     """Columns to keep, by the names they have in the source. Unset: all."""
-    rename_columns: dict[str, str] | None = None
-    """New names of columns: {old: new}."""
     fraction: float | None = None
     """Set on every one of several sources: its share of the mixture. Set on some: share of the source's own rows. In
     (0, 1]. Unset: all rows."""
+    rename_columns: dict[str, str] | None = None
+    """New names of columns: {old: new}."""
     weight: float | None = None
     """With `mixing: interleave`, how often this source is drawn from, relative to the others. Set on all or none.
     Unset: all alike."""
