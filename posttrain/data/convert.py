@@ -6,6 +6,7 @@ import json
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 from posttrain.data.conversions import CONVERSIONS, Dropped, Options, Row, RowConversion, preference_to_implicit
@@ -77,7 +78,7 @@ def convert(
     checker = FormatChecker()
     pairs: Pairing | None = None
     for index, given in enumerate(rows):
-        checker.see(given, f"Row {index} of the {name} set")
+        checker.see(given, partial("Row {} of the {} set".format, index, name))
         assert checker.first is not None and checker.first[0] is not None
         report.source = checker.first[0]
         report.rows_in += 1

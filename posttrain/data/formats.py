@@ -5,14 +5,15 @@ are kept. Every type is standard (text) or conversational (lists of messages), b
 are of one type. `detect` names, for supervised fine-tuning, what a row is trained on.
 
 Chats are written with `role` and `content`, or with `from` and `value`. Beside any of them: `tools` (a list or its JSON
-text) and `chat_template_kwargs` (a mapping or its JSON text).
+text) and `chat_template_kwargs` (a mapping).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from posttrain.errors import DataError, suggest
@@ -195,6 +196,11 @@ def validate_row(row: Mapping[str, Any], text_field: str = "text") -> Format:
     if found is None:
         columns = [name for name, value in row.items() if value is not None]
         raise DataError(_no_type_fits(columns, {**COLUMNS, "text": frozenset({text_field})}, text_field))
+    _check(row, found, text_field)
+    return found
+
+
+def _check(row: Mapping[str, Any], found: Format, text_field: str) -> None:
     refuse_images(row)
     chat = maybe_convert_to_chatml(row)
     if found.type == "language_modeling" and found.conversational:
@@ -210,7 +216,6 @@ def validate_row(row: Mapping[str, Any], text_field: str = "text") -> Format:
             raise DataError(f"column 'label' is {_shown(chat['label'])}; write true or false.")
     _tools(row.get("tools"))
     _kwargs(row.get("chat_template_kwargs"))
-    return found
 
 
 def _shown(value: Any) -> str:
@@ -277,24 +282,21 @@ def _role(role: str, where: str) -> None:
 
 
 def _tools(tools: Any) -> None:
-    value = _from_json(tools, "tools", "a list of tool schemas")
+    value = tools
+    if isinstance(tools, str):
+        try:
+            value = json.loads(tools) if tools.strip() else None
+        except ValueError as error:
+            raise DataError(
+                f"column 'tools' is {_shown(tools)}, not valid JSON ({error}); write a list of tool schemas."
+            ) from error
     if value is not None and not isinstance(value, (list, tuple)):
         raise DataError(f"column 'tools' is {_shown(tools)}; write a list of tool schemas, or its JSON text.")
 
 
 def _kwargs(kwargs: Any) -> None:
-    value = _from_json(kwargs, "chat_template_kwargs", "a mapping")
-    if value is not None and not isinstance(value, Mapping):
+    if kwargs is not None and not isinstance(kwargs, Mapping):
         raise DataError(f"column 'chat_template_kwargs' is {_shown(kwargs)}; write a mapping.")
-
-
-def _from_json(value: Any, column: str, what: str) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value) if value.strip() else None
-    except ValueError as error:
-        raise DataError(f"column {column!r} is {_shown(value)}, not valid JSON ({error}); write {what}.") from error
 
 
 class FormatChecker:
@@ -304,26 +306,26 @@ class FormatChecker:
         self.text_field, self.strict = text_field, strict
         self.first: tuple[Format | None, str] | None = None
 
-    def see(self, row: Mapping[str, Any], where: str) -> None:
-        """Raise `DataError` for a row that is not whole, or of another format than the first; `where` names it.
+    def see(self, row: Mapping[str, Any], name: Callable[[], str]) -> None:
+        """Raise `DataError` for a row that is not whole, or of another format than the first; `name` says where it is.
 
         Without `strict`, rows of no known type pass, as long as all are.
         """
         found = format_of(row, self.text_field)
         if self.first is None:
-            self.first = found, where
+            self.first = found, name()
         if found != self.first[0] and not (found and self.first[0] and _is_emptied(row, found, self.first[0])):
             seen, before = (str(f) if f else "of no known type" for f in (found, self.first[0]))
             columns = sorted(name for name, value in row.items() if value is not None)
             raise DataError(
-                f"{where} is {seen} (columns {columns}) and {self.first[1]} is {before}; the rows of one source are of "
-                "one type: keep them in separate files, or write them alike."
+                f"{name()} is {seen} (columns {columns}) and {self.first[1]} is {before}; the rows of one source are "
+                "of one type: keep them in separate files, or write them alike."
             )
         if found or self.strict:
             try:
-                validate_row(row, self.text_field)
+                validate_row(row, self.text_field) if found is None else _check(row, found, self.text_field)
             except DataError as error:
-                raise DataError(f"{where}: {error}") from error
+                raise DataError(f"{name()}: {error}") from error
 
 
 def _is_emptied(row: Mapping[str, Any], found: Format, first: Format) -> bool:
@@ -338,5 +340,5 @@ def validate(rows: Iterable[Mapping[str, Any]], name: str = "train", text_field:
     """
     checker = FormatChecker(text_field)
     for index, row in enumerate(rows):
-        checker.see(row, f"Row {index} of the {name} set")
+        checker.see(row, partial("Row {} of the {} set".format, index, name))
     return checker.first[0] if checker.first else None

@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def checked_rows(files: Sequence[Path | str], check: bool, first: First | None =
     for file in files:
         for line, row in read_rows(file):
             if check:
-                checker.see(row, place(file, line))
+                checker.see(row, partial(place, file, line))
             yield row
 
 
