@@ -32,4 +32,9 @@ COMMANDS = {
     "merge": Command(
         "Merge an adapter into its base.", ("posttrain.model.config:MergeConfig",), "posttrain.cli.merge:merge"
     ),
+    "convert": Command(
+        "Rows of one dataset type to another.",
+        ("posttrain.data.config:ConvertArguments",),
+        "posttrain.cli.convert:convert",
+    ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,13 +160,13 @@ def model_init_kwargs(model: ModelConfig, args: Any) -> dict[str, Any]:
 
 def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig, wants_eval: bool) -> tuple[Any, Any]:
     """The training set, and the evaluation set when evaluation is on."""
-    from posttrain.data.config import DatasetConfig, DatasetMixtureConfig
+    from posttrain.data.config import DatasetConfig
     from posttrain.data.mixture import get_dataset
 
     streaming = script.dataset_streaming or mixture.streaming
 
     def read(sources: list[DatasetConfig], test_split_size: float | None = None) -> Any:
-        return get_dataset(DatasetMixtureConfig(sources, streaming=streaming, test_split_size=test_split_size))
+        return get_dataset(replace(mixture, datasets=sources, streaming=streaming, test_split_size=test_split_size))
 
     def source(split: str) -> list[DatasetConfig]:
         return [DatasetConfig(path=str(script.dataset_name), name=script.dataset_config, split=split)]
