@@ -8,16 +8,36 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.data.template_checks import Check, run_checks
+from posttrain.data import audit_messages, audit_tokens
+from posttrain.data.audit_probe import Check, Probe
 
-__all__ = ["Check", "TemplateAudit", "audit_template", "write_audit"]
+__all__ = ["CHECKS", "Check", "TemplateAudit", "audit_template", "write_audit"]
 
 FILE_NAME = "template_audit.json"
+# In the order of the report. Where one of the first two fails, the others cannot be made.
+FIRST = (audit_tokens.renders, audit_tokens.turns)
+OTHERS: tuple[Callable[[Probe], Check], ...] = (
+    audit_tokens.one_bos,
+    audit_tokens.stop_token,
+    audit_tokens.eos,
+    audit_tokens.prompt_ids,
+    audit_messages.history,
+    audit_messages.reasoning,
+    audit_messages.system,
+    audit_messages.default_system,
+    audit_messages.date,
+    audit_messages.order,
+    audit_messages.content,
+    audit_messages.none_content,
+    audit_messages.tools,
+    audit_messages.special_text,
+)
+CHECKS: tuple[str, ...] = tuple(check.__name__ for check in (*FIRST, *OTHERS))
 
 
 @dataclass(frozen=True)
@@ -89,8 +109,23 @@ def audit_template(
     e.g. audit_template(tokenizer).ok -> True; audit_template(tokenizer)["stop_token"].finding -> "<|im_end|>"
     Raises `DataError` when the tokenizer has no chat template.
     """
-    checks, identity = run_checks(tokenizer, _stop_ids(generation_config), template_kwargs or {})
-    return TemplateAudit(tuple(checks), identity)
+    probe = Probe(tokenizer, _stop_ids(generation_config), template_kwargs or {})
+    checks: list[Check] = []
+    for first in FIRST:
+        checks.append(first(probe))
+        if checks[-1].verdict == "fail":
+            break
+    else:
+        checks += [check(probe) for check in OTHERS]
+    return TemplateAudit(tuple(checks), _identity(probe))
+
+
+def _identity(probe: Probe) -> str:
+    tokenizer = probe.tokenizer
+    named = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token")}
+    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in named.items() if token is not None}
+    described = json.dumps([tokenizer.chat_template, named, ids, probe.template.kwargs], sort_keys=True, default=str)
+    return hashlib.sha256(described.encode()).hexdigest()
 
 
 def _stop_ids(generation_config: Any) -> frozenset[int] | None:

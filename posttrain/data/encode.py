@@ -24,10 +24,12 @@ class Draft:
     borders: tuple[int, ...] = ()
     is_pair: bool = False  # what stands before the border must have the ids it has alone, wherever they are cut
     plain: bool = False  # not rendered by a template: BOS is the tokenizer's to add, EOS ours
+    weights: tuple[float, ...] | None = None  # of each span; 1 where None
+    weight: float = 1.0  # of the row: multiplies all others
 
     @property
     def is_whole(self) -> bool:
-        return not self.borders and self.spans == [(0, len(self.text))]
+        return not self.borders and self.weights is None and self.spans == [(0, len(self.text))]
 
 
 class Encoder:
@@ -58,7 +60,8 @@ class Encoder:
                 ids, weights = self._weigh(draft, ids, _pairs(out["offset_mapping"][index]), prompts.get(index))
             else:
                 ids, weights = self._pieces(draft)
-            rows.append(self._close(ids, weights) if draft.plain else (ids, weights))
+            ids, weights = self._close(ids, weights) if draft.plain else (ids, weights)
+            rows.append((ids, weights if draft.weight == 1.0 else weights * np.float32(draft.weight)))
         return rows
 
     def _prompts(self, drafts: Sequence[Draft]) -> dict[int, np.ndarray]:
@@ -107,7 +110,7 @@ class Encoder:
             elif across.any() and len(before) < len(starts):
                 # Offsets leave spaces out, so the token only seemed to lie across the border.
                 starts[len(before)] = max(starts[len(before)], border)
-        return ids, _inside(starts, draft.spans)
+        return ids, _inside(starts, draft)
 
     def _pieces(self, draft: Draft, anchor: str = "") -> tuple[np.ndarray, np.ndarray]:
         """Tokenize the parts between borders on their own, as inference does.
@@ -130,7 +133,7 @@ class Encoder:
             else:
                 ids.append(self._ids(part))
                 starts = np.full(len(ids[-1]), start)
-            weights.append(_inside(starts, draft.spans))
+            weights.append(_inside(starts, draft))
         return np.concatenate(ids), np.concatenate(weights)
 
 
@@ -147,10 +150,12 @@ def _token_starts(offsets: np.ndarray) -> np.ndarray:
     return np.minimum(offsets[:, 0], np.concatenate([[0], ends[:-1]]) if len(ends) else ends)
 
 
-def _inside(starts: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
-    """1.0 for each token that starts inside a span.
-
-    Borders of the spans lie flat and in order, so a token is inside when an odd number of them is at or before it.
-    """
-    borders = np.asarray([place for span in spans for place in span], dtype=np.int64)
-    return (np.searchsorted(borders, starts, side="right") % 2).astype(np.float32)
+def _inside(starts: np.ndarray, draft: Draft) -> np.ndarray:
+    """The weight of each token: that of the span it starts in, 0 outside. Spans are in order and do not overlap."""
+    if not draft.spans:
+        return np.zeros(len(starts), dtype=np.float32)
+    spans = np.asarray(draft.spans, dtype=np.int64)
+    at = np.searchsorted(spans[:, 0], starts, side="right") - 1
+    inside = (at >= 0) & (starts < spans[at, 1])
+    weights = np.ones(len(spans)) if draft.weights is None else np.asarray(draft.weights)
+    return np.where(inside, weights[at], 0.0).astype(np.float32)

@@ -52,12 +52,26 @@ def _prove_spans(
             raise _doubt(text, start, end, f"turn {number} of the assistant holds what the user or a tool said")
         position = at + (end - start)
     if counted and (dropped := _dropped(template, messages, other)) is not None:
-        role = messages[dropped]["role"]
-        raise DataError(
-            f"message {dropped} ({role}, {messages[dropped].get('content')!r:.60}) is not written by the chat "
-            f"template, so the turns after it would be trained without it: {shown(text, len(text), len(text))}. Remove "
-            "the message, or set `chat_template_path` to a template that writes it."
-        )
+        raise _not_written(messages[dropped], dropped, text)
+
+
+def refuse_dropped(template: Template, messages: Sequence[Message], text: str) -> None:
+    """Raise `DataError` when the template does not write a message. Cheap where it writes content as it is."""
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        if not isinstance(content, str) or not content.strip() or content.strip() in text:
+            continue
+        one = [{**m, "content": QUESTION} if i == index else m for i, m in enumerate(messages)]
+        if QUESTION not in (template.try_render(one) or QUESTION):
+            raise _not_written(message, index, text)
+
+
+def _not_written(message: Message, index: int, text: str) -> DataError:
+    return DataError(
+        f"message {index} ({message['role']}, {message.get('content')!r:.60}) is not written by the chat template: "
+        f"{shown(text, len(text), len(text))}. Remove the message, or set `chat_template_path` to a template that "
+        "writes it."
+    )
 
 
 def _holds_message(messages: Sequence[Message], said: str) -> bool:

@@ -59,14 +59,15 @@ def find_shape(render: Callable[[list[dict[str, Any]]], str | None]) -> Shape:
     plain, parts = render(ask) or "", render(as_parts(ask)) or ""
     wants_parts = QUESTION not in plain and QUESTION in parts
     ask = as_parts(ask) if wants_parts else ask
-    tries = [(form, blank, [*ask, _with_blank(_call(form), blank)]) for form in ("mapping", "text") for blank in BLANKS]
-    works = {(form, blank) for form, blank, chat in tries if _writes_call(render(chat))}
+    blanks: list[tuple[str, Blank]] = [(form, blank) for form in ("mapping", "text") for blank in BLANKS]
+    chats = {pair: [*ask, _with_blank(_call(pair[0]), pair[1])] for pair in blanks}
+    works = [pair for pair, chat in chats.items() if _writes_call(render(chat))]
     # Some fail only where the call is history.
-    works = {(form, blank) for form, blank, chat in tries if _writes_call(render([*chat, *ask]))} & works or works
+    works = [pair for pair in works if _writes_call(render([*chats[pair], *ask]))] or works
     forms = {form for form, _ in works}
     arguments: Any = "any" if len(forms) != 1 else forms.pop()
-    blanks = tuple(b for b in BLANKS if any(blank == b and arguments in ("any", form) for form, blank in works))
-    return Shape(wants_parts, not wants_parts and parts != plain, arguments, blanks or BLANKS)
+    blank = tuple(b for b in BLANKS if any(b == other for _, other in works)) or BLANKS
+    return Shape(wants_parts, not wants_parts and parts != plain, arguments, blank)
 
 
 def _call(form: str) -> dict[str, Any]:

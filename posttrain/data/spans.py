@@ -12,7 +12,7 @@ rendering the conversation up to it. Spans are checked: disjoint, in order, and 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from posttrain.data.proof import REASONING, Span, prove, same_shape, shown
@@ -93,8 +93,7 @@ class _Locator:
             if body is None:
                 continue
             start = self._start(index, body[0])
-            end = self._end(body[1], calls="tool_calls" in replacement)
-            for candidate in (end, self._end_when_last(index), self._end_when_last(index, thinking=False)):
+            for candidate in self._ends(index, body[1], calls="tool_calls" in replacement):
                 if candidate is not None and self._is_clear(index, start, candidate):
                     self._check_calls(index, self.text[start:candidate])
                     return start, candidate
@@ -104,6 +103,12 @@ class _Locator:
             f"rewrites it, or writes it inside another turn: {self._doubtful(index)}. Mark the turns in the template "
             "with {% generation %}, or train without `assistant_only_loss`."
         )
+
+    def _ends(self, index: int, body: int, calls: bool) -> Iterator[int | None]:
+        """Where the turn may end, the likeliest first. One by one: each takes a rendering."""
+        yield self._end(body, calls)
+        yield self._end_when_last(index)
+        yield self._end_when_last(index, thinking=False)
 
     def _doubtful(self, index: int) -> str:
         """What replacing the turn changes, or where the rendering goes on after the turn before it."""

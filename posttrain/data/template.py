@@ -193,6 +193,10 @@ class Template:
     def marks_turns(self) -> bool:
         return re.search(r"\{%-?\s*generation\s*-?%\}", self.text) is not None
 
+    def names(self, role: str) -> bool:
+        """Whether the template's text names a role. e.g. message.role == "ipython" names "ipython" """
+        return f"'{role}'" in self.text or f'"{role}"' in self.text
+
     def clean_border(self, text: str, end: int, start: int = 0) -> int:
         """The last place in text[start:end] where a header may end: after a token or a newline; else `start`."""
         ends = [match.end() for match in self.tokens.finditer(text, start, end)]
