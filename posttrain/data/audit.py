@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from posttrain.data import audit_messages, audit_tokens
 from posttrain.data.audit_probe import Check, Probe
+from posttrain.errors import ConfigError, suggest
 
-__all__ = ["CHECKS", "Check", "TemplateAudit", "audit_template", "write_audit"]
+__all__ = ["CHECKS", "Check", "TemplateAudit", "audit_policy", "audit_template", "write_audit"]
 
 FILE_NAME = "template_audit.json"
+POLICIES = ("error", "warn", "off")
 # In the order of the report. Where one of the first two fails, the others cannot be made.
 FIRST = (audit_tokens.renders, audit_tokens.turns)
 OTHERS: tuple[Callable[[Probe], Check], ...] = (
@@ -70,12 +72,16 @@ class TemplateAudit:
         found = [(check.name, check.verdict, check.finding) for check in self.checks]
         return hashlib.sha256(json.dumps([self.identity, found]).encode()).hexdigest()[:16]
 
-    def text(self) -> str:
-        """The report, a line a check and its evidence under it where it did not pass."""
+    def text(self, only_doubts: bool = False) -> str:
+        """The report: a line a check, its evidence under it where it did not pass. `only_doubts`: only those."""
         count = {v: sum(check.verdict == v for check in self.checks) for v in ("pass", "warn", "fail")}
         lines = [
             f"template audit {self.hash}: {count['pass']} passed, {count['warn']} warned, {count['fail']} failed",
-            *(f"  {c.verdict}  {c.name:<15} {c.finding}{_under(c)}" for c in self.checks),
+            *(
+                f"  {c.verdict}  {c.name:<15} {c.finding}{_under(c)}"
+                for c in self.checks
+                if not (only_doubts and c.verdict == "pass")
+            ),
         ]
         return "\n".join(lines)
 
@@ -133,3 +139,22 @@ def _stop_ids(generation_config: Any) -> frozenset[int] | None:
     if value is None:
         return None
     return frozenset(int(token) for token in (value if isinstance(value, Iterable) else [value]))
+
+
+def audit_policy(value: str | Sequence[str]) -> tuple[str, frozenset[str]]:
+    """The config field `template_audit` as (policy, names of accepted checks).
+
+    e.g. "error" -> ("error", {}); "warn" -> ("warn", {}); ["stop_token"] or "stop_token" -> ("error", {"stop_token"})
+    Raises `ConfigError` for a name that is neither a policy nor a check.
+    """
+    names = value.replace(",", " ").split() if isinstance(value, str) else list(value)
+    if len(names) == 1 and names[0] in POLICIES:
+        return names[0], frozenset()
+    for name in names:
+        if name not in CHECKS:
+            known = (*POLICIES, *CHECKS)
+            raise ConfigError(
+                f"`template_audit` is {value!r}; write error, warn, off, or names of checks to accept "
+                f"({', '.join(CHECKS)}).{suggest(str(name), known)}"
+            )
+    return "error", frozenset(names)

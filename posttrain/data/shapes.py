@@ -66,7 +66,7 @@ def find_shape(render: Callable[[list[dict[str, Any]]], str | None]) -> Shape:
     works = [pair for pair in works if _writes_call(render([*chats[pair], *ask]))] or works
     forms = {form for form, _ in works}
     arguments: Any = "any" if len(forms) != 1 else forms.pop()
-    blank = tuple(b for b in BLANKS if any(b == other for _, other in works)) or BLANKS
+    blank: tuple[Blank, ...] = tuple(b for b in BLANKS if any(b == other for _, other in works)) or BLANKS
     return Shape(wants_parts, not wants_parts and parts != plain, arguments, blank)
 
 
