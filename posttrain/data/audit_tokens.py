@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from posttrain.data.audit_probe import ONE, THOUGHT, TWO, Check, Probe, Verdict, brief, common_prefix_ids, says
@@ -119,8 +120,13 @@ def prompt_ids(probe: Probe) -> Check:
         if trained == served:
             continue
         at = common_prefix_ids(trained, served)
+        if chat is TWO and probe.decode(trained) == probe.decode(served):
+            # Tokens of a header depend on the word after it: a turn has those its own prompt had.
+            evidence = f"token {at}: a server that reads the history again from its text finds other tokens there"
+            worst = Check("prompt_ids", "warn", "history read anew", evidence)
+            continue
         ours, theirs = probe.decode(trained[at:]), probe.decode(served[at:])
-        if at == len(trained):
+        if at == len(trained) and re.search("think|thought|reason|analysis", theirs, re.IGNORECASE):
             evidence = f"at inference the prompt goes on with {theirs!r}, which rows lack"
             if _equal_when_thinking(probe):
                 evidence += " unless they bring reasoning; for rows without it turn thinking off in the template"

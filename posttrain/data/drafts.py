@@ -49,6 +49,7 @@ def chat_draft(template: Template, messages: list[dict[str, Any]], assistant_onl
         text, turns = find_turns(template, messages)
         return _overlaid(text, (0, len(text)), turns)
     text, turns = find_turns(template, messages)
+    refuse_dropped(template, messages, text)
     borders = tuple(turn.span[0] for turn in turns if turn.span[0])
     return Draft(text, [turn.span for turn in turns], borders, weights=_weights(turns))
 

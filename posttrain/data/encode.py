@@ -38,6 +38,10 @@ class Encoder:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.eos = tokenizer.eos_token_id
+        self._special = np.asarray(
+            sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}), dtype=np.int64
+        )
+        self._headers: dict[str, np.ndarray] = {}
         bare = tokenizer("a", add_special_tokens=False)["input_ids"]
         full = tokenizer("a")["input_ids"]
         # What follows the text (an EOS, on some tokenizers) is left out: `encode` adds exactly one itself.
@@ -97,7 +101,7 @@ class Encoder:
         starts = _token_starts(offsets)
         for border in draft.borders:
             across = (starts < border) & (border < offsets[:, 1])
-            if prompt is None and not across.any():
+            if prompt is None and not across.any() and self._reads_alike(draft.text, border, ids, starts):
                 continue
             before = self._ids(draft.text[:border]) if prompt is None else prompt
             if not np.array_equal(ids[: len(before)], before):
@@ -111,6 +115,19 @@ class Encoder:
                 # Offsets leave spaces out, so the token only seemed to lie across the border.
                 starts[len(before)] = max(starts[len(before)], border)
         return ids, _inside(starts, draft)
+
+    def _reads_alike(self, text: str, border: int, ids: np.ndarray, starts: np.ndarray) -> bool:
+        """Whether the text up to a border has the ids it has alone. What stands before its last special token has, so
+        the rest is compared: a header such as "assistant\n", which many rows share."""
+        until = int(np.searchsorted(starts, border))
+        special = np.flatnonzero(np.isin(ids[:until], self._special))
+        first = int(special[-1]) if len(special) else 0
+        header = text[int(starts[first]) : border] if len(special) else text[:border]
+        if header not in self._headers:
+            if len(self._headers) > 1024:
+                self._headers.clear()
+            self._headers[header] = self._ids(header)
+        return np.array_equal(ids[first:until], self._headers[header])
 
     def _pieces(self, draft: Draft, anchor: str = "") -> tuple[np.ndarray, np.ndarray]:
         """Tokenize the parts between borders on their own, as inference does.

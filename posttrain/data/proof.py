@@ -55,15 +55,58 @@ def _prove_spans(
         raise _not_written(messages[dropped], dropped, text)
 
 
+def _not_written(message: Message, index: int, text: str) -> DataError:
+    return DataError(
+        f"message {index} ({message['role']}, {message.get('content')!r:.60}) is not written by the chat template: "
+        f"{shown(text, len(text), len(text))}. Remove the message, or set `chat_template_path` to a template that "
+        "writes it."
+    )
+
+
+def _holds_message(messages: Sequence[Message], said: str) -> bool:
+    contents = (m.get("content") for m in messages if m.get("role") in ("user", "tool"))
+    return any(isinstance(c, str) and c.strip() and c.strip() in said for c in contents)
+
+
+def _dropped(template: Template, messages: Sequence[Message], other: str) -> int | None:
+    """The first message of a user or a tool that is not written, when fewer are written than there are."""
+    places = [i for i, m in enumerate(messages) if m.get("role") in ("user", "tool")]
+    if other.count(QUESTION) >= len(places):
+        return None
+    for index in places:
+        if not _writes(template, messages, index):
+            return index
+    return None
+
+
 def refuse_dropped(template: Template, messages: Sequence[Message], text: str) -> None:
-    """Raise `DataError` when the template does not write a message. Cheap where it writes content as it is."""
+    """Raise `DataError` when the template does not write a message or a call. Cheap where content is written as is."""
+    messages = template.normalize(messages)
     for index, message in enumerate(messages):
         content = message.get("content")
-        if not isinstance(content, str) or not content.strip() or content.strip() in text:
-            continue
-        one = [{**m, "content": QUESTION} if i == index else m for i, m in enumerate(messages)]
-        if QUESTION not in (template.try_render(one) or QUESTION):
+        doubtful = isinstance(content, str) and content.strip() and content.strip() not in text
+        if doubtful and not _writes(template, messages, index):
             raise _not_written(message, index, text)
+        calls = message.get("tool_calls")
+        if calls and SENTINEL not in _with(template, messages, index, same_shape({**message, "content": ""}), SENTINEL):
+            raise call_not_written(index, str((calls[0].get("function") or calls[0]).get("name", "")))
+
+
+def _writes(template: Template, messages: Sequence[Message], index: int) -> bool:
+    return QUESTION in _with(template, messages, index, {**messages[index], "content": QUESTION}, QUESTION)
+
+
+def _with(template: Template, messages: Sequence[Message], index: int, other: Message, refused: str) -> str:
+    """The text with another message at `index`; `refused` where the template does not take it."""
+    return template.try_render([*messages[:index], other, *messages[index + 1 :]]) or refused
+
+
+def call_not_written(index: int, name: str) -> DataError:
+    return DataError(
+        f"message {index} (assistant) calls the tool {name!r} and the chat template does not write the call, so the "
+        "turn would be trained without it. Set `chat_template_path` to a template with tool calls, or write the call "
+        "into the content."
+    )
 
 
 def _not_written(message: Message, index: int, text: str) -> DataError:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from posttrain.data.proof import REASONING, Span, prove, same_shape, shown
+from posttrain.data.proof import REASONING, Span, call_not_written, prove, same_shape, shown
 from posttrain.data.template import SENTINEL, Message, Template, common_prefix, common_suffix
 from posttrain.errors import DataError
 
@@ -119,11 +119,7 @@ class _Locator:
         for call in self.messages[index].get("tool_calls") or ():
             name = str((call.get("function") or call).get("name", ""))
             if name not in written:
-                raise DataError(
-                    f"message {index} (assistant) calls the tool {name!r} and the chat template does not write the "
-                    "call, so the turn would be trained without it. Set `chat_template_path` to a template with "
-                    "tool calls, or write the call into the content."
-                )
+                raise call_not_written(index, name)
 
     def _changed(self, index: int, replacement: dict[str, Any]) -> Span | None:
         """What changes in the text when message `index` is replaced; None if the template refuses or drops it."""
