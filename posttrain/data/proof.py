@@ -24,35 +24,48 @@ def prove(template: Template, messages: Sequence[Message], text: str, spans: Seq
 
     marked: the template says which spans to train; then it may leave out what it likes, but not train what others said.
     """
-    others = [i for i, m in enumerate(messages) if m.get("role") in ("user", "tool")]
-    asked = [{**m, "content": QUESTION} if i in others else m for i, m in enumerate(messages)]
-    _prove_spans(template, messages, text, spans, template.try_render(asked), counted=not marked)
+    _prove_spans(template, messages, text, spans, counted=not marked)
     if not marked:
         answered = [same_shape(m) if m.get("role") == "assistant" else m for m in messages]
         _prove_gaps(text, spans, template.try_render(answered))
 
 
 def _prove_spans(
-    template: Template,
-    messages: Sequence[Message],
-    text: str,
-    spans: Sequence[Span],
-    other: str | None,
-    counted: bool,
+    template: Template, messages: Sequence[Message], text: str, spans: Sequence[Span], counted: bool
 ) -> None:
-    if other is None:  # a template that reads questions, and takes not every one
-        return
+    lost: int | None = None
+    # Said again between sentinels too: some templates look for switches in a question ("/no_think").
+    for again in (False, True):
+        other = template.try_render([_asked(message, again) for message in messages])
+        if other is None:  # a template that reads questions, and takes not every one
+            continue
+        lost = _first_lost(text, spans, other)
+        if lost is None:
+            dropped = _dropped(template, messages, other) if counted else None
+            if dropped is not None:
+                raise _not_written(messages[dropped], dropped, text)
+            return
+    if lost is not None:
+        raise _doubt(text, *spans[lost], f"turn {lost} of the assistant holds what the user or a tool said")
+
+
+def _asked(message: Message, again: bool) -> Message:
+    if message.get("role") not in ("user", "tool"):
+        return message
+    content = message.get("content")
+    keep = again and isinstance(content, str)
+    return {**message, "content": f"{QUESTION}{content}{QUESTION}" if keep else QUESTION}
+
+
+def _first_lost(text: str, spans: Sequence[Span], other: str) -> int | None:
+    """The first span that another rendering does not hold, in order."""
     position = 0
     for number, (start, end) in enumerate(spans):
         at = other.find(text[start:end], position)
         if at < 0:
-            # A template that reads switches in a question ("/no_think") writes another turn without them.
-            if QUESTION in other and not _holds_message(messages, text[start:end]):
-                return
-            raise _doubt(text, start, end, f"turn {number} of the assistant holds what the user or a tool said")
+            return number
         position = at + (end - start)
-    if counted and (dropped := _dropped(template, messages, other)) is not None:
-        raise _not_written(messages[dropped], dropped, text)
+    return None
 
 
 def _not_written(message: Message, index: int, text: str) -> DataError:
@@ -63,18 +76,14 @@ def _not_written(message: Message, index: int, text: str) -> DataError:
     )
 
 
-def _holds_message(messages: Sequence[Message], said: str) -> bool:
-    contents = (m.get("content") for m in messages if m.get("role") in ("user", "tool"))
-    return any(isinstance(c, str) and c.strip() and c.strip() in said for c in contents)
-
-
 def _dropped(template: Template, messages: Sequence[Message], other: str) -> int | None:
     """The first message of a user or a tool that is not written, when fewer are written than there are."""
     places = [i for i, m in enumerate(messages) if m.get("role") in ("user", "tool")]
     if other.count(QUESTION) >= len(places):
         return None
     for index in places:
-        if not _writes(template, messages, index):
+        one = [{**m, "content": QUESTION} if i == index else m for i, m in enumerate(messages)]
+        if QUESTION not in (template.try_render(one) or QUESTION):
             return index
     return None
 
@@ -107,31 +116,6 @@ def call_not_written(index: int, name: str) -> DataError:
         "turn would be trained without it. Set `chat_template_path` to a template with tool calls, or write the call "
         "into the content."
     )
-
-
-def _not_written(message: Message, index: int, text: str) -> DataError:
-    return DataError(
-        f"message {index} ({message['role']}, {message.get('content')!r:.60}) is not written by the chat template: "
-        f"{shown(text, len(text), len(text))}. Remove the message, or set `chat_template_path` to a template that "
-        "writes it."
-    )
-
-
-def _holds_message(messages: Sequence[Message], said: str) -> bool:
-    contents = (m.get("content") for m in messages if m.get("role") in ("user", "tool"))
-    return any(isinstance(c, str) and c.strip() and c.strip() in said for c in contents)
-
-
-def _dropped(template: Template, messages: Sequence[Message], other: str) -> int | None:
-    """The first message of a user or a tool that is not written, when fewer are written than there are."""
-    places = [i for i, m in enumerate(messages) if m.get("role") in ("user", "tool")]
-    if other.count(QUESTION) >= len(places):
-        return None
-    for index in places:
-        one = [{**m, "content": QUESTION} if i == index else m for i, m in enumerate(messages)]
-        if QUESTION not in (template.try_render(one) or QUESTION):
-            return index
-    return None
 
 
 def _prove_gaps(text: str, spans: Sequence[Span], other: str | None) -> None:
