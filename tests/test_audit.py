@@ -8,13 +8,14 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import templates_page
 from data_fixtures import CHATML, CHATML_MARKED, CHATML_TOKENS, LLAMA2, byte_tokenizer
 from laws.runs import FIELDS, scratch
-from own_templates import EVERY, GENERATION, OWN, tokenizer_for
+from own_templates import EVERY, GENERATION, OFFICIAL, OWN, tokenizer_for
 from tiny import tiny_model
 
 from posttrain import SFTConfig, SFTTrainer
-from posttrain.data.audit import CHECKS, audit_policy, audit_template, write_audit
+from posttrain.data.audit import CHECKS, POLICIES, audit_policy, audit_template, write_audit
 from posttrain.errors import ConfigError, DataError
 
 NO_STOP = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '\n' }}{% endfor %}" + GENERATION
@@ -175,3 +176,18 @@ def test_unknown_names_are_refused_with_a_hint():
         SFTConfig(**FIELDS | {"output_dir": scratch(), "template_audit": "stop_tokn"})
     assert audit_policy("off") == ("off", frozenset())
     assert audit_policy(["eos", "date"]) == ("error", {"eos", "date"})
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_says_what_the_audit_finds():
+    assert templates_page.PAGE.read_text(encoding="utf-8") == templates_page.page(), "run tests/templates_page.py"
+
+
+def test_the_page_explains_every_check_and_knows_every_template():
+    text = templates_page.PAGE.read_text(encoding="utf-8")
+    for name in (*CHECKS, *POLICIES):
+        assert f"| `{name}` |" in text
+    for name in OFFICIAL:
+        assert f"\n| {name} |" in text
