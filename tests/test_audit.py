@@ -26,6 +26,15 @@ DROPS_SYSTEM = CHATML.replace("{% for m in messages %}", "{% for m in messages i
 OTHER_PROMPT = CHATML.replace(
     "{% if add_generation_prompt %}", "{% if add_generation_prompt %}{{ '<|im_start|>system\nNow answer.' }}"
 )
+MARKS_CONTENT = OWN["chatml_tools"].template.replace(
+    "m.role + '\n' + (m.content or '') }}",
+    "m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content or '' }}{% endgeneration %}"
+    "{% else %}{{ m.content or '' }}{% endif %}",
+)
+REPEATS = CHATML.replace(
+    "m.content +", "m.content + ('!' if m.role == 'assistant' and '<|im_end|>' in messages[0].content else '') +"
+)
+SAYS_NONE = CHATML.replace("m.content", "(m.content or 'None')")
 ESCAPES = CHATML.replace("m.content", "m.content | replace('<|', '< |')")
 MARKS_ALL = CHATML_MARKED.replace("{{ m.content + '<|im_end|>\n' }}{% endif %}", "{% generation %}{{ m.content }}"
                                   "{% endgeneration %}{{ '<|im_end|>\n' }}{% endif %}")  # fmt: skip
@@ -72,8 +81,11 @@ def test_chatml_passes_every_check():
         ("date", DATED, {}, "warn", "today's", "another day"),
         ("order", OWN["merges_system"].template, {}, "pass", "must alternate", "error"),
         ("content", OWN["default_system"].template, {}, "pass", "trimmed", "taken off"),
+        ("none_content", SAYS_NONE, {}, "fail", "written as a word", "None<|im_end|>"),
         ("tools", OWN["chatml_tools"].template, {}, "pass", "calls and results", "probeval"),
         ("tools", CHATML, {}, "pass", "none", "errors"),
+        ("tools", MARKS_CONTENT, {}, "fail", "calls not trained", "probeend"),
+        ("special_text", REPEATS, {}, "fail", "moves the turns", "trained: 'probesay' |"),
         ("special_text", ESCAPES, {}, "pass", "read as tokens", ""),
     ],
 )  # fmt: skip

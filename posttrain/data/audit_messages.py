@@ -52,7 +52,7 @@ def _place_of_change(probe: Probe, chat: list[dict[str, Any]], tools: bool) -> s
         short, long = probe.train(chat[:2], tools), probe.train(chat, tools)
     except DataError as error:
         return f"cannot be told ({error})"
-    if not short.spans:
+    if not any(short.weights):  # a template that marks its turns may leave this one out
         return None
     end = short.spans[-1][1]
     at = common_prefix(short.text, long.text)
@@ -131,12 +131,15 @@ def none_content(probe: Probe) -> Check:
     """A message without content is not the word None."""
     template = probe.with_tools if probe.supports_tools else probe.template
     calls = {"tool_calls": [CALL]} if probe.supports_tools else {}
-    empty, none = (template.try_render([ONE[0], says(text, **calls)]) for text in ("", None))
+    none = template.try_render([ONE[0], says(None, **calls)])
     if none is None:
         return Check("none_content", "pass", "refused", "a message whose content is None is an error")
-    added = none.replace(empty or "", "") if empty else none
-    if re.search(r"\b(?:None|null)\b", none) and not re.search(r"\b(?:None|null)\b", empty or ""):
-        return Check("none_content", "fail", "written as None", brief(added, 120))
+    # The words may be in the template's own text, a schema or an instruction.
+    said = template.try_render([ONE[0], says("probesay", **calls)]) or template.render(ONE)
+    words = re.compile(r"\b(?:None|null|undefined)\b")
+    if len(words.findall(none)) > len(words.findall(said)):
+        evidence = f"content None is written {brief(none[common_prefix(none, said) :])}"
+        return Check("none_content", "fail", "written as a word", evidence)
     return Check("none_content", "pass", "nothing written", "as empty text")
 
 

@@ -77,7 +77,7 @@ class Trained:
     @property
     def prompt(self) -> list[int]:
         """What stands before the last turn."""
-        last = max(at for at, weight in enumerate(self.weights) if weight)
+        last = max((at for at, weight in enumerate(self.weights) if weight), default=len(self.ids) - 1)
         first = next((at + 1 for at in range(last, -1, -1) if not self.weights[at]), 0)
         return self.ids[:first]
 
