@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from posttrain.data.chat import chat_spans, check_messages, completion_spans, template_of
+from posttrain.data.chat import check_messages, template_of
+from posttrain.data.drafts import chat_draft, pair_draft, row_weight, token_weights
 from posttrain.data.encode import Draft, Encoder
 from posttrain.data.formats import DatasetType, detect, is_conversational, maybe_convert_to_chatml, refuse_images
 from posttrain.errors import ConfigError, DataError, EmptyDataError
@@ -219,7 +220,7 @@ class _Preparer:
             pairs = [self._at(index, _tokenized, row, self.options) for index, row in zip(indices, rows, strict=True)]
         else:
             pairs = self.encoder.encode(
-                [self._at(index, self._draft, row) for index, row in zip(indices, rows, strict=True)]
+                [self._at(index, self._weighed, row) for index, row in zip(indices, rows, strict=True)]
             )
         finished = [_finish(ids, weights, self.options) for ids, weights in pairs]
         states = [state for _, _, state, _ in finished]
@@ -244,6 +245,9 @@ class _Preparer:
         except DataError as error:
             raise DataError(f"Row {index} of the {self.name} set: {error}") from error
 
+    def _weighed(self, row: dict[str, Any]) -> Draft:
+        return replace(self._draft(row), weight=row_weight(row))
+
     def _draft(self, row: dict[str, Any]) -> Draft:
         if self.options.formatting_func is not None:
             value = _formatted(self.options.formatting_func, row)
@@ -265,23 +269,15 @@ class _Preparer:
 
     def _chat(self, row: dict[str, Any]) -> Draft:
         template = template_of(self.encoder.tokenizer, row)
-        messages = check_messages(row.get("messages"), "messages")
-        if not self.options.assistant_only_loss:
-            text = template.render(messages)
-            return Draft(text, [(0, len(text))])
-        text, spans = chat_spans(template, messages)
-        return Draft(text, spans, tuple(start for start, _ in spans if start))
+        messages = check_messages(row.get("messages"), "messages", template)
+        return chat_draft(template, messages, self.options.assistant_only_loss)
 
     def _chat_pair(self, row: dict[str, Any]) -> Draft:
         template = template_of(self.encoder.tokenizer, row)
-        prompt, completion = (check_messages(row.get(name), name) for name in ("prompt", "completion"))
-        text, (border, end) = completion_spans(template, prompt, completion)
-        spans = [(border, end)] if self.options.completion_only_loss is not False else [(0, len(text))]
-        if self.options.assistant_only_loss:
-            _, turns = chat_spans(template, [*prompt, *completion])
-            low = spans[0][0]
-            spans = [(max(start, low), stop) for start, stop in turns if stop > low]
-        return Draft(text, spans, (border,) if border else (), is_pair=True)
+        prompt, completion = (check_messages(row.get(name), name, template) for name in ("prompt", "completion"))
+        options = self.options
+        only = options.completion_only_loss is not False
+        return pair_draft(template, prompt, completion, only, options.assistant_only_loss)
 
 
 def _text(row: Mapping[str, Any], column: str) -> str:
@@ -323,6 +319,7 @@ def _tokenized(row: dict[str, Any], options: SFTRowOptions) -> tuple[np.ndarray,
         mask = _aligned(row, column, len(ids)) if wanted else None
         if mask is not None:
             weights[mask == 0] = 0.0
+    weights *= token_weights(row, len(ids))
     real = _aligned(row, "attention_mask", len(ids))
     # Padding never reaches the model, so it is taken out here.
     return (ids, weights) if real is None else (ids[real != 0], weights[real != 0])

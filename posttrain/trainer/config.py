@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin
 import torch
 from transformers import TrainingArguments
 
+from posttrain.data.audit import audit_policy
 from posttrain.errors import ConfigError, suggest
 from posttrain.model.load import LoadOptions, Prepared
 from posttrain.parallel.deepspeed import join_ranks
@@ -55,6 +56,9 @@ class BaseConfig(TrainingArguments):
     activation_offloading: bool = False
     """Keep activations in host memory between forward and backward; with checkpointing, the inputs of layers. Nothing
     changes on a CPU."""
+    template_audit: str | list[str] = "error"
+    """What to do when the audit of the chat template finds a fault: error, warn (print it and go on), off (make no
+    audit), or the names of the checks whose failure is accepted. Rows that are no chats need no audit."""
     layout: Literal["auto", "packed", "packed-unshared", "padded"] = "auto"
     """How sequences lie in a micro-batch: side by side with common prefixes computed once, side by side without
     sharing, or padded. `auto` takes the first that the model can do exactly, found by a probe."""
@@ -85,6 +89,7 @@ class BaseConfig(TrainingArguments):
             warnings.filterwarnings("ignore", message=".*gradient_checkpointing.* is deprecated")
             super().__post_init__()
         self._check_choices()
+        audit_policy(self.template_audit)
         self._check_geometry()
         self._check_activations()
         if self.use_liger_kernel:

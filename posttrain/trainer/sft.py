@@ -15,6 +15,7 @@ from posttrain.errors import ConfigError
 from posttrain.loss.nll import TOKEN_LOSSES
 from posttrain.model.load import check_model_source, embedding_rows, learned_positions, load_tokenizer, prepare_model
 from posttrain.parallel.ranks import say
+from posttrain.trainer.auditing import audit_at_start
 from posttrain.trainer.config import BaseConfig, load_options, share_prefixes
 from posttrain.trainer.engine import Engine
 from posttrain.trainer.experience import Experience
@@ -116,6 +117,7 @@ class SFTTrainer(Engine):
         tokenizer = processing_class or load_tokenizer(model, load_options(args))
         self._tokenizer = set_up_tokenizer(tokenizer, args.eos_token, args.pad_token, args.chat_template_path)
         self._formatting_func, self._config = formatting_func, args
+        audits = audit_at_start(self._tokenizer, args, model, formatting_func, train_dataset, eval_dataset)
         train_items = None if train_dataset is None else self._items(train_dataset, "train", args.packing)
         eval_items = None
         if isinstance(eval_dataset, dict):
@@ -137,7 +139,7 @@ class SFTTrainer(Engine):
             eval_dataset=eval_items,
             processing_class=self._tokenizer,
             compute_metrics=compute_metrics,
-            callbacks=callbacks,
+            callbacks=[*audits, *(callbacks or [])],
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
