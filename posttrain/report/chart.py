@@ -1,5 +1,5 @@
-"""Charts as inline SVG. The drawing stretches with the page and the numbers beside it do not, so that both can be read on
-a telephone. Lines differ in dashes as well as in colour, and every chart says in words what it shows."""
+"""Charts as inline SVG. The drawing stretches with the page and the numbers beside it do not, so that both can be read
+on a telephone. Lines differ in dashes as well as in colour, and every chart says in words what it shows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One page that stands alone: its parts as functions from values to safe HTML.
 
-Every function takes plain text and escapes it; what is HTML already is a `Markup`. There is no script in a page, and its
-own policy forbids the browser to load anything. Charts are in `posttrain.report.chart`.
+Every function takes plain text and escapes it; what is HTML already is a `Markup`. There is no script in a page, and
+its own policy forbids the browser to load anything. Charts are in `posttrain.report.chart`.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ footer { color: var(--soft); font-size: 13px; padding-top: 32px; padding-bottom:
 .legend { display: flex; flex-wrap: wrap; gap: 2px 16px; margin: 4px 0 0; padding: 0; list-style: none;
   font-size: 13px; color: var(--soft); }
 .legend svg { width: 26px; height: 8px; margin-right: 6px; vertical-align: middle; }
-.bars { display: grid; grid-template-columns: minmax(0, max-content) 1fr max-content; gap: 6px 12px; align-items: center;
-  font-size: 14px; margin: 10px 0 2px; }
+.bars { display: grid; grid-template-columns: minmax(0, max-content) 1fr max-content; gap: 6px 12px;
+  align-items: center; font-size: 14px; margin: 10px 0 2px; }
 .bars i { display: block; height: 10px; border-radius: 5px; background: var(--c1); min-width: 2px; }
 .bars b { font-weight: 500; font-variant-numeric: tabular-nums; color: var(--soft); }
 .scroll { overflow-x: auto; margin: 12px 0; }
