@@ -38,7 +38,12 @@ class SFTRowOptions:
 
 
 def prepare_sft(
-    dataset: Any, tokenizer: Any, options: SFTRowOptions, num_proc: int | None = None, name: str = "train"
+    dataset: Any,
+    tokenizer: Any,
+    options: SFTRowOptions,
+    num_proc: int | None = None,
+    name: str = "train",
+    allow_empty: bool = False,
 ) -> tuple[Any, PreparationReport]:
     """Return a data set with the columns `input_ids` (int32), `weights` (float32) and `source` (the row it came from),
     and the report.
@@ -48,12 +53,12 @@ def prepare_sft(
 
     e.g. {"prompt": "2+2=", "completion": "4"} -> the ids of "2+2=4<eos>" with weights 0, 0, 0, 0, 1, 1
     Raises `DataError` naming row, column and fix, `ConfigError` for an option that does not fit the rows, and
-    `EmptyDataError` when no row is left to train.
+    `EmptyDataError` when no row is left to train, unless `allow_empty`.
     """
     from datasets import IterableDataset
 
     if isinstance(dataset, list):
-        dataset = _table(dataset, name)
+        dataset = in_memory(dataset, name)
     streaming = isinstance(dataset, IterableDataset)
     first = next(iter(dataset), None)
     if first is None:
@@ -80,7 +85,7 @@ def prepare_sft(
     prepared = dataset.map(prepare, num_proc=num_proc, desc=f"Preparing the {name} set", **arguments)
     counted = [np.asarray(prepared.data.column(c)) for c in ("state", "cut", "tokens", "targets", "source")]
     report.add(*counted)
-    if not report.rows_kept:
+    if not report.rows_kept and not allow_empty:
         raise EmptyDataError(report.why_empty(options.max_length))
     laid = np.isin(counted[0], (KEPT, CONTINUED))
     if not laid.all():
@@ -89,7 +94,23 @@ def prepare_sft(
     return prepared.select_columns(["input_ids", "weights", "source"]), report
 
 
-def _table(rows: list[dict[str, Any]], name: str) -> Any:
+def whole_rows(
+    dataset: Any, indices: Sequence[int], tokenizer: Any, options: SFTRowOptions, name: str = "train"
+) -> tuple[DatasetType, list[tuple[np.ndarray, np.ndarray]]]:
+    """The type of a data set in memory, and token ids and weights of some of its rows as they are before `max_length`.
+
+    Raises `DataError` as `prepare_sft` does.
+    """
+    columns = list(dataset.column_names)
+    first = dict(dataset[0])
+    kind = _kind(first, columns, options, name)
+    _check_options(kind, first, options)
+    if not indices:
+        return kind, []
+    return kind, _Preparer(tokenizer, options, kind, name, None).encode(dataset[list(indices)], indices)
+
+
+def in_memory(rows: list[dict[str, Any]], name: str) -> Any:
     """Rows in memory as a data set. Images are refused first: beside text they make no table."""
     import pyarrow as pa
     from datasets import Dataset
@@ -188,7 +209,7 @@ class _Preparer:
         }
         if self.report is None:
             return out | counts
-        self.report.add(*counts.values(), out["source"])
+        self.report.add(states, counts["cut"], counts["tokens"], counts["targets"], out["source"])
         # A stream hands on what it is given, and rows are lists everywhere else.
         out |= {name: [values.tolist() for values in out[name]] for name in ("input_ids", "weights")}
         return {
