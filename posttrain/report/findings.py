@@ -13,7 +13,7 @@ from posttrain.report.duplicates import Pair, exact_pairs, near_pairs, row_hash
 from posttrain.report.page import Gravity
 from posttrain.report.survey import Packing, Survey, laid_rows
 
-ORDER: tuple[Gravity, ...] = ("fault", "warning", "note", "good")
+ORDER: tuple[Gravity, ...] = ("fault", "warning", "good", "note")
 FEW = 0.05  # below this share of rows, a fault of rows is a warning
 SHOWN = 3
 

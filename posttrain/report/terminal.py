@@ -45,18 +45,18 @@ def show(found: Inspection, tokenizer: Any, views: Sequence[tuple[str, RowView]]
     for name, view in views:
         out.print(Text(f"\n{name} row {view.row}: {visible(view.fate)}", style="bold"))
         for laid in view.sequences:
-            out.print(Padding(_sequence(laid, texts, out.is_terminal), (0, 0, 0, 2)))
+            out.print(Padding(_sequence(laid, texts, out.is_terminal), (0, 0, 0, 2), expand=False))
 
 
 def _finding(finding: Finding, out: Console) -> None:
     title = Text(finding.gravity.upper(), style=_STYLES[finding.gravity])
     out.print(title.append(f"  {visible(finding.title)}", style="bold"))
-    out.print(Padding(Text(visible(finding.text)), (0, 0, 0, 2)))
+    out.print(Padding(Text(visible(finding.text)), (0, 0, 0, 2), expand=False))
     if finding.rows:
         numbers = ", ".join(map(str, finding.rows)) + (", …" if finding.count > len(finding.rows) else "")
-        out.print(Padding(Text(f"{finding.where} rows: {numbers}"), (0, 0, 0, 2)))
+        out.print(Padding(Text(f"{finding.where} rows: {numbers}"), (0, 0, 0, 2), expand=False))
     if finding.fix:
-        out.print(Padding(Text.assemble(("Fix: ", "bold"), visible(finding.fix)), (0, 0, 0, 2)))
+        out.print(Padding(Text.assemble(("Fix: ", "bold"), visible(finding.fix)), (0, 0, 0, 2), expand=False))
     out.print()
 
 
