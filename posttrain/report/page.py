@@ -116,7 +116,7 @@ def details(summary: str, body: str, is_open: bool = False) -> Markup:
 def finding(gravity: Gravity, title: str, text: str, fix: str = "", extra: str = "") -> Markup:
     """Something the reader must know, with what to do about it."""
     repair = Markup('<p class="fix"><b>Fix:</b> {}</p>').format(fix) if fix else ""
-    return Markup('<article class="finding {g}"><h3>{badge}{title}</h3><p>{text}</p>{extra}{repair}</article>').format(
+    return Markup('<article class="finding {g}"><h3>{badge}{title}</h3><p>{text}</p>{repair}{extra}</article>').format(
         g=gravity, badge=badge(_WORDS[gravity], gravity), title=title, text=text, extra=extra, repair=repair
     )
 

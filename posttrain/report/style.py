@@ -29,7 +29,7 @@ header.top { padding-top: 40px; padding-bottom: 8px; }
 h1 { font-size: 28px; line-height: 1.2; margin: 0 0 8px; letter-spacing: -0.015em; }
 h2 { font-size: 20px; margin: 0 0 4px; letter-spacing: -0.01em; scroll-margin-top: 56px; }
 h3 { font-size: 15px; margin: 20px 0 6px; }
-p { margin: 0 0 12px; max-width: 76ch; }
+p { margin: 0 0 12px; max-width: 84ch; text-wrap: pretty; }
 a { color: var(--accent); }
 a:focus-visible, summary:focus-visible { outline: 2px solid var(--accent); outline-offset: 2px; border-radius: 4px; }
 .lead, .soft { color: var(--soft); }
@@ -96,7 +96,6 @@ details.card > .inside { padding: 4px 16px 14px; border-top: 1px solid var(--lin
 .finding h3 { margin: 0 0 4px; font-size: 16px; }
 .finding .badge { margin-right: 8px; vertical-align: 2px; }
 .finding p { margin: 4px 0; }
-.finding .fix { margin-top: 8px; }
 .finding .fix b { color: var(--tone); }
 @media (max-width: 640px) {
   main, header.top, footer, nav.parts { padding-left: 16px; padding-right: 16px; }

@@ -93,14 +93,14 @@ def _set_counts(each: Survey) -> dict[str, str]:
     return values
 
 
-def sparkline(lengths: np.ndarray, width: int = 32) -> str:
+def sparkline(lengths: np.ndarray, width: int = 24) -> str:
     """A histogram on one line."""
     if not len(lengths):
         return "–"
     counts, edges = np.histogram(lengths, bins=width)
     top = counts.max()
     marks = "".join(_BLOCKS[-(-int(n) * (len(_BLOCKS) - 1) // int(top))] for n in counts)
-    return f"{edges[0]:.0f} {marks} {edges[-1]:.0f} tokens"
+    return f"{edges[0]:.0f} {marks} {edges[-1]:.0f}"
 
 
 def _spaced(text: str) -> str:
