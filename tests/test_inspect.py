@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -17,6 +19,7 @@ from datasets import Dataset
 from posttrain.cli.main import main
 from posttrain.data.rows import SFTRowOptions, prepare_sft
 
+ROOT = Path(__file__).parent.parent
 NO_STOP = CHATML.replace(
     "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}",
     "{{ '<|im_start|>' + m.role + '\n' + m.content + '\n' }}",
@@ -231,6 +234,30 @@ def test_long_rows_under_each_policy(look):
     ):
         out = " ".join(look(rows, "--max_length", "16", "--overflow", overflow)[0].split())
         assert said in out and f"{kept} of 13 kept" in out
+
+
+def test_the_example_of_the_docs(tmp_path, capsys, monkeypatch):
+    """docs/inspect.md shows what is printed. POSTTRAIN_UPDATE_DOCS=1 writes it."""
+    page = ROOT / "docs/inspect.md"
+    parts = dict(re.findall(r"<!-- inspect: (\w+) -->\n```\w*\n(.*?)```", page.read_text("utf-8"), re.S))
+    monkeypatch.chdir(tmp_path)
+    byte_tokenizer(template=CHATML).save_pretrained("model")
+    Path("sums.jsonl").write_text(parts["rows"], encoding="utf-8")
+    assert main(parts["flags"].split()[1:]) == 0
+    printed = capsys.readouterr().out
+    if os.environ.get("POSTTRAIN_UPDATE_DOCS", "0") not in ("", "0"):
+        page.write_text(page.read_text("utf-8").replace(parts["output"], printed), encoding="utf-8")
+    else:
+        assert printed == parts["output"]
+
+
+def test_the_docs_name_every_finding():
+    text = (ROOT / "docs/inspect.md").read_text("utf-8")
+    tree = ast.parse((ROOT / "posttrain/report/findings.py").read_text("utf-8"))
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == "Finding"]
+    titles = [a.value for n in calls for a in n.args[2:3] if isinstance(a, ast.Constant)]
+    assert len(titles) > 10
+    assert [title for title in titles if title not in text and title != "Nothing wrong was found"] == []
 
 
 def test_what_cannot_be_inspected_is_refused(tmp_path, capsys):

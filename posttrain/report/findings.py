@@ -147,7 +147,8 @@ def _needed(each: Survey) -> str:
     rows = each.flagged.get("filled", [])
     places = [at for at, number in enumerate(each.rows.numbers) if number in set(rows[:SHOWN])]
     sizes = [len(s.ids) for view in each.rows.view(places) for s in view.sequences] if places else []
-    return f"The examples have {', '.join(map(str, sizes))} tokens." if sizes else ""
+    who = "The example has" if len(sizes) == 1 else "The examples have"
+    return f"{who} {', '.join(map(str, sizes))} tokens." if sizes else ""
 
 
 def _tokens(each: Survey) -> Iterable[Finding]:

@@ -30,6 +30,14 @@ def console() -> Console:
 
 def show(found: Inspection, tokenizer: Any, views: Sequence[tuple[str, RowView]], out: Console) -> None:
     """Print the findings first, then the counts, then the rows."""
+    with out.capture() as printed:
+        _show(found, tokenizer, views, out)
+    # rich fills lines with spaces to their width, which helps nobody who reads a file.
+    out.file.write("\n".join(line.rstrip() for line in printed.get().split("\n")))
+    out.file.flush()
+
+
+def _show(found: Inspection, tokenizer: Any, views: Sequence[tuple[str, RowView]], out: Console) -> None:
     out.print(Text(visible(f"{found.source}  ·  {found.model}"), style="bold"))
     out.print()
     for finding in found.findings:
