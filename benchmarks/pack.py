@@ -57,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--capacities", type=int, nargs="+", default=[1024, 8192, 65536])
-    parser.add_argument("--sigmas", type=float, nargs="+", default=[0.3, 0.5, 0.8, 1.2])
+    parser.add_argument("--sigmas", type=float, nargs="+", default=[0.1, 0.3, 0.5, 0.8, 1.2])
     parser.add_argument("--strategy", choices=list(STRATEGIES), default="bfd")
     parser.add_argument("--rounds", type=int, default=3)
     add_run_arguments(parser, "pack", threads=1, clock=False)

@@ -8,8 +8,9 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from hypothesis import given
 from hypothesis import strategies as st
 
+from posttrain.data.filling import full_bins
 from posttrain.data.overflow import KEPT, MASKED, Limit
-from posttrain.data.packing import Piece, pack_dataset, plan_bins
+from posttrain.data.packing import Piece, _fit_decreasing, pack_dataset, plan_bins
 from posttrain.errors import ConfigError, DataError
 
 ROWS = st.lists(st.integers(0, 30), max_size=60)
@@ -93,12 +94,26 @@ def test_unknown_strategy_and_capacity():
 
 
 @pytest.mark.parametrize("capacity", [1024, 65536])
-@pytest.mark.parametrize("sigma", [0.5, 0.8, 1.2])
+@pytest.mark.parametrize("sigma", [0.1, 0.2, 0.3, 0.5, 0.8, 1.2])
 def test_bins_of_log_normal_lengths_are_full(capacity, sigma):
     draw = np.random.default_rng(0).standard_normal(20_000)
     lengths = np.clip(np.round(capacity / 8 * np.exp(sigma * draw)), 1, capacity).astype(int).tolist()
     bins = plan_bins(lengths, capacity)
     assert -(-sum(lengths) // capacity) / len(bins) >= 0.995
+
+
+@given(sizes=st.lists(st.integers(0, 30), max_size=80), capacity=st.integers(30, 60))
+def test_full_bins_are_full_and_no_row_is_in_two(sizes, capacity):
+    bins, rest = full_bins(np.asarray(sizes, dtype=np.int64), capacity)
+    assert all(sum(sizes[at] for at in places) == capacity for places in bins)
+    assert sorted([at for places in bins for at in places] + rest.tolist()) == list(range(len(sizes)))
+
+
+def test_gaps_of_best_fit_decreasing_are_filled():
+    # Seven rows of 10 leave 2 of 72 tokens free, which no row fits; four of 10 and four of 8 fill a bin.
+    lengths = [10] * 40 + [8] * 40
+    assert len(plan_bins(lengths, 72)) == 10
+    assert len(_fit_decreasing([Piece(i, 0, n) for i, n in enumerate(lengths)], np.asarray(lengths), 72)) > 10
 
 
 def rows(lengths):

@@ -10,10 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from posttrain.data.filling import full_bins
 from posttrain.data.overflow import pieces_of
 from posttrain.errors import ConfigError, DataError, suggest
 
 logger = logging.getLogger(__name__)
+
+GOOD = 0.998  # of the fewest bins that could hold the tokens: nothing better is looked for
 
 
 class Piece(NamedTuple):
@@ -30,7 +33,8 @@ class Piece(NamedTuple):
 def plan_bins(lengths: Sequence[int], capacity: int, strategy: str = "bfd", carry: int = 1) -> list[list[Piece]]:
     """Lay rows of the given lengths in bins of `capacity` tokens. The plan depends on its arguments only.
 
-    bfd        best fit decreasing: whole rows, the longest first, each in the fullest bin that still takes it
+    bfd        best fit decreasing: whole rows, the longest first, each in the fullest bin that still takes it; where
+               that leaves gaps, bins that are full are made first
     bfd_split  the same, after rows longer than a bin were cut in pieces of `capacity`
     wrapped    rows in their order, cut at the borders: every bin but the last is full, but for `carry` tokens
 
@@ -97,6 +101,19 @@ def _split_and_fit(lengths: Sequence[int], capacity: int, carry: int) -> list[li
 
 
 def _fit(pieces: Sequence[Piece], sizes: np.ndarray, capacity: int) -> list[list[Piece]]:
+    """Best fit decreasing; where that leaves gaps, bins that are full first, if there are fewer bins then."""
+    bins = _fit_decreasing(pieces, sizes, capacity)
+    fewest = -(-int(sizes.sum()) // capacity)
+    if fewest >= GOOD * len(bins):
+        return bins
+    full, rest = full_bins(sizes, capacity)
+    others = _fit_decreasing([pieces[at] for at in rest], sizes[rest], capacity)
+    if len(full) + len(others) >= len(bins):
+        return bins
+    return [[pieces[at] for at in places] for places in full] + others
+
+
+def _fit_decreasing(pieces: Sequence[Piece], sizes: np.ndarray, capacity: int) -> list[list[Piece]]:
     """Best fit decreasing. `spaces` lists the distinct free spaces in order and `open_bins` the bins having each: at
     most `capacity` entries, so a search is a bisection however many bins there are."""
     bins: list[list[Piece]] = []
