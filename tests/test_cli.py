@@ -121,7 +121,7 @@ def test_help_width(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]):
     assert main(["stf"]) == 2
-    assert "unknown command 'stf'; the commands are sft, merge, env. Did you mean 'sft'?" in error(capsys)
+    assert "unknown command 'stf'; the commands are sft, inspect, merge, env. Did you mean 'sft'?" in error(capsys)
 
 
 def test_traceback_on_request(monkeypatch: pytest.MonkeyPatch):
