@@ -29,6 +29,17 @@ COMMANDS = {
         "posttrain.cli.run:sft",
         "posttrain.cli.run:check_sft",
     ),
+    "inspect": Command(
+        "Look at the rows of a run, and find what is wrong with them.",
+        (
+            "posttrain.cli.inspect:InspectArguments",
+            *_COMMON[:3],
+            "posttrain.cli.inspect:InspectLaunch",
+            "posttrain.trainer.sft:SFTConfig",
+        ),
+        "posttrain.cli.inspect:inspect",
+        "posttrain.cli.inspect:check_inspect",
+    ),
     "merge": Command(
         "Merge an adapter into its base.", ("posttrain.model.config:MergeConfig",), "posttrain.cli.merge:merge"
     ),
