@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def describe(trainer: Any) -> dict[str, Any]:
     learned = {name for name, p in trainer.model.named_parameters() if p.requires_grad or not adapted}
     rows = args.per_device_train_batch_size * world_size()
     order = {
-        "train_sampling_strategy": str(args.train_sampling_strategy),
+        "train_sampling_strategy": _plain(args.train_sampling_strategy),
         "data_seed": order_seed(args),
         "dataloader_drop_last": rows if args.dataloader_drop_last else False,
         "rows a step": rows * args.gradient_accumulation_steps,
@@ -123,13 +124,14 @@ def describe(trainer: Any) -> dict[str, Any]:
         "shapes": {n: list(shape) for n, shape in parameter_shapes(trainer.model).items() if n in learned},
         "data": _data(trainer.train_dataset),
         "order": order,
-        "optim": str(args.optim),
+        "optim": _plain(args.optim),
         "ranks": world_size(),
         "settings": {name: _plain(getattr(args, name)) for name in (*_KEPT, *_USED)},
     }
 
 
 def _plain(value: Any) -> Any:
+    value = value.value if isinstance(value, Enum) else value
     return value if isinstance(value, (bool, int, float, type(None))) else str(value)
 
 
