@@ -17,13 +17,15 @@ import pytest
 import torch
 from laws.runs import bit_equal, run, sft
 from peft import LoraConfig
+from pool import POOL
 from safetensors.torch import load_file
-from strategies import lora
+from strategies import STRATEGIES, clean, lora
 from tiny import tiny_model, token_rows
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from posttrain.errors import ConfigError
 from posttrain.model.merge import difference, merge_adapter, probe_logits
+from posttrain.parallel.ranks import rank
 from posttrain.trainer import folder as folders
 from posttrain.trainer.checkpoints import STAGING, checkpoints_in, find_checkpoint
 from posttrain.trainer.folder import LOCK, owned
@@ -108,14 +110,14 @@ def test_what_was_half_written_is_swept_away_by_the_next_run(copied):
 
 
 def test_files_of_other_ranks_are_theirs():
-    for name, rank in {
+    for name, owner in {
         "rng_state_1.pth": 1,
         "global_step4/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt": 1,
         "pytorch_model_fsdp_0/__1_0.distcp": 1,
         "model-00001-of-00002.safetensors": 0,
         "rng_state_7.pth": 0,  # of a rank there is not: somebody must look after it
     }.items():
-        assert owner_of(name, 2) == rank, name
+        assert owner_of(name, 2) == owner, name
 
 
 # ---- rotation --------------------------------------------------------------------------------------------------------
@@ -192,6 +194,11 @@ def test_none_is_left(copied):
         find_checkpoint("last_good", str(copied))
 
 
+def test_auto_begins_anew_where_there_is_none(three, tmp_path):
+    assert find_checkpoint("auto", str(tmp_path)) is None
+    assert find_checkpoint("auto", str(three)) == str(three / "checkpoint-3")
+
+
 def test_a_manifest_is_read_as_it_was_written(tmp_path):
     (tmp_path / "a.bin").write_bytes(b"abc")
     manifest = Manifest(4, 2, 1, {"a.bin": (3, "06b05ab6733a618578af5f94892f3950")})  # XXH3 of "abc", from its makers
@@ -245,6 +252,32 @@ def test_a_file_too_large_is_told_in_the_words_of_torch_too(tmp_path, capsys):
         limit(soft)
     assert "checkpoint-1 could not be saved" in capsys.readouterr().err
     assert [path.name for path in checkpoints_in(tmp_path)] == ["checkpoint-2"]
+
+
+class OneRankFull(TrainerCallback):
+    """The second rank may write no file above 1 KiB in the first step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if rank() == 1:
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10 if state.global_step == 0 else hard, hard))
+
+
+def save_on_a_full_rank(strategy: str, folder: str) -> list[int]:
+    with clean():
+        trainer = sft(output_dir=folder, max_steps=2, **ADAM, **STRATEGIES[strategy])
+        trainer.add_callback(OneRankFull())
+        trainer.train()
+        return trainer.failed_saves
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2-sharded", "zero2"])
+def test_what_one_rank_cannot_write_all_learn(strategy, tmp_path):
+    pytest.importorskip("deepspeed") if strategy == "zero2" else None
+    assert POOL.run(save_on_a_full_rank, strategy=strategy, folder=str(tmp_path)) == [[1], [1]]
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["checkpoint-2"]
+    assert damage(tmp_path / "checkpoint-2") == []
+    assert not list((tmp_path / STAGING).iterdir())
 
 
 def test_another_error_while_saving_is_raised(tmp_path, monkeypatch):

@@ -244,3 +244,24 @@ def test_what_a_window_holds_is_saved_as_it_is():
     file = Path(scratch()) / "cursor.pt"
     torch.save(_packed(cursor), file)
     assert _unpacked(torch.load(file, weights_only=True)) == cursor
+
+
+@pytest.mark.parametrize("forgotten", ["held", "draw", "used", "stream"])
+def test_mutants_whose_cursor_forgets_something_are_caught(forgotten, files, monkeypatch):
+    own, fresh = (
+        StreamItems.state_dict,
+        StreamItems(from_files(files), 1, 1, 0, 12, buffer=10, shuffle_window=7, seed=5),
+    )
+    sources(iter(fresh), 1)
+    begun = fresh.state_dict()
+
+    def state_dict(self: StreamItems) -> dict[str, Any]:
+        state = own(self)
+        if forgotten == "used":
+            return {**state, "used": 0}
+        first = [] if forgotten == "held" else begun["place"][forgotten]
+        return {**state, "place": {**state["place"], forgotten: first}}
+
+    monkeypatch.setattr(StreamItems, "state_dict", state_dict)
+    with pytest.raises(AssertionError):
+        test_any_source_goes_on_where_it_was("jsonl", 12, 7, files)

@@ -44,6 +44,8 @@ class BaseConfig(TrainingArguments):
     loss and logged as `aux_loss`; 0 turns it off."""
     dataset_num_proc: int | None = None
     """Processes that tokenize. Unset: one."""
+    shuffle_dataset: bool = False
+    """Shuffle the rows once, with `data_seed`, before packing; a stream in each pass, see `shuffle_buffer_size`."""
     shuffle_buffer_size: int = 1000
     """Rows of a stream that `shuffle_dataset` draws the next one from. They are saved with each checkpoint."""
     resume_with_changes: bool = False

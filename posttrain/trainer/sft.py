@@ -42,9 +42,6 @@ class SFTConfig(BaseConfig):
     """Longest sequence, in tokens; longer rows are cut. With packing, also the capacity of a bin. `None`: no limit."""
     truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
     """Which end of a long row is kept."""
-    shuffle_dataset: bool = False
-    """Shuffle the rows once, with `data_seed`, before packing; a stream in each pass, see
-    `shuffle_buffer_size`."""
     packing: bool = False
     """Fill bins of `max_length` tokens with whole rows; a micro-batch is then that many bins. Rows never see each
     other."""
