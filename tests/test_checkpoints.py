@@ -23,7 +23,7 @@ from strategies import STRATEGIES, clean, lora
 from tiny import tiny_model, token_rows
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, ModelError
 from posttrain.model.merge import difference, merge_adapter, probe_logits
 from posttrain.parallel.ranks import rank
 from posttrain.trainer import folder as folders
@@ -377,6 +377,13 @@ def test_what_is_no_checkpoint(three, tmp_path):
     }.items():
         with pytest.raises(ConfigError, match=f"`resume_from_checkpoint` is .*{message}"):
             sft(resume_from_checkpoint=str(asked)).train()
+
+
+@pytest.mark.parametrize("named", ["file", "folder"])
+def test_gguf_that_is_not_dequantized(named, tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match="GGUF weights are quantized"):
+        sft(str(tmp_path if named == "folder" else tmp_path / "model.gguf"))
 
 
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {

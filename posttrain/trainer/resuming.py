@@ -64,12 +64,13 @@ def opened_run(trainer: Any, asked: str | bool | None) -> Iterator[str | None]:
         at_home = checkpoint is not None and Path(checkpoint).resolve().parent == folder.resolve()
         if saves and first and not at_home and not args.overwrite_output_dir:
             _agreed(lambda: refuse_anothers(folder) if rank() == 0 else None)
-        trainer.run_record = describe(trainer) if saves or checkpoint is not None else None
+        record = describe(trainer) if saves or checkpoint is not None else None
         if checkpoint is not None:
             _agreed(lambda: refuse_damaged(Path(checkpoint), _my_damage(checkpoint, args)))
             refuse_other_strategy(checkpoint, trainer.is_deepspeed_enabled, world_size())
-            _agreed(lambda: compare(trainer, Path(checkpoint)))
+            _agreed(lambda: compare(trainer, Path(checkpoint), record))
             restore(trainer, Path(checkpoint))
+        trainer.run_record = record
         yield checkpoint
         if trainer.failed_saves:
             say(f"{len(trainer.failed_saves)} checkpoint(s) could not be saved: steps {trainer.failed_saves}")
@@ -152,16 +153,15 @@ def _data(items: Any) -> dict[str, Any]:
     }
 
 
-def compare(trainer: Any, checkpoint: Path) -> None:
+def compare(trainer: Any, checkpoint: Path, now: Any) -> None:
     """Hold this run against the one that wrote the checkpoint.
 
     Raises `ConfigError` for another trainer or model, and, unless `resume_with_changes`, for other data or another
     order. What may differ is said.
     """
-    now = trainer.run_record
     then = read_record(checkpoint)
     if then is None:
-        _compare_foreign(trainer, checkpoint)
+        _compare_foreign(checkpoint, now)
         say(f"{checkpoint} has no {RECORD}: whether data and batch sizes are the same cannot be checked")
         return
     where = f"`resume_from_checkpoint`: {checkpoint}"
@@ -233,9 +233,9 @@ def _shape(shape: Any) -> str:
     return "missing" if shape is None else "×".join(map(str, shape))
 
 
-def _compare_foreign(trainer: Any, checkpoint: Path) -> None:
+def _compare_foreign(checkpoint: Path, now: Mapping[str, Any]) -> None:
     """Without a record: the shapes in its weight files."""
-    adapted = is_adapted(trainer.model)
+    adapted = now["adapter"]
     files = list(checkpoint.glob("*.safetensors"))
     if files and adapted != (checkpoint / "adapter_config.json").is_file():
         _refuse_other_model(f"`resume_from_checkpoint`: {checkpoint}", {"adapter": not adapted}, {"adapter": adapted})
@@ -243,10 +243,9 @@ def _compare_foreign(trainer: Any, checkpoint: Path) -> None:
     for path in [] if adapted else files:
         with safe_open(str(path), framework="pt") as file:
             then |= {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    now = {name: shape for name, shape in trainer.run_record["shapes"].items() if name in then}
-    then = {name: shape for name, shape in then.items() if name in now}
-    name = trainer.run_record["model"]
-    _refuse_shapes(f"`resume_from_checkpoint`: {checkpoint}", then, now, "unknown", name)
+    here = {name: shape for name, shape in now["shapes"].items() if name in then}
+    there = {name: shape for name, shape in then.items() if name in here}
+    _refuse_shapes(f"`resume_from_checkpoint`: {checkpoint}", there, here, "unknown", now["model"])
 
 
 def _say_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
