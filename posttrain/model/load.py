@@ -81,8 +81,8 @@ def _hub_kwargs(options: LoadOptions) -> dict[str, Any]:
 
 
 _GGUF = (
-    "GGUF weights are quantized and cannot be trained as they are: dequantize them with transformers' `from_pretrained(…, "
-    "gguf_file=…)`, `save_pretrained` the result, and give that folder."
+    "GGUF weights are quantized and cannot be trained as they are: dequantize them with transformers' "
+    "`from_pretrained(…, gguf_file=…)`, `save_pretrained` the result, and give that folder."
 )
 
 
