@@ -205,16 +205,22 @@ def test_missing_file_is_one_line(tmp_path: Path, trained: list[Any], capsys: py
     assert "none.jsonl" in error(capsys) and not trained
 
 
-def test_resume_takes_the_newest_complete_checkpoint(tmp_path: Path, data: str, trained: list[Any]):
+def test_resume_takes_the_newest_complete_checkpoint(
+    tmp_path: Path, data: str, trained: list[Any], capsys: pytest.CaptureFixture[str]
+):
     for step in (3, 9, 10, 12):
         (tmp_path / "out" / f"checkpoint-{step}").mkdir(parents=True)
     for step in (3, 9, 10):  # 12 was cut off while it was written
         (tmp_path / "out" / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
         (tmp_path / "out" / f"checkpoint-{step}" / "optimizer.pt").write_text("")
     ten, nine = (str(tmp_path / "out" / f"checkpoint-{step}") for step in (10, 9))
+    anew = ["--overwrite_output_dir"]
     for asked, found in (("true", ten), ("last", ten), (nine, nine), ("none", None), ("false", None)):
-        assert sft(tmp_path, "--dataset_name", data, "--resume_from_checkpoint", asked) == 0
+        more = anew if found is None else []
+        assert sft(tmp_path, "--dataset_name", data, "--resume_from_checkpoint", asked, *more) == 0
         assert trained[-1].resumed == found
+    assert sft(tmp_path, "--dataset_name", data) == 2
+    assert "holds 4 checkpoint(s) of another run" in error(capsys)
 
 
 def test_resume_from_a_file(tmp_path: Path):

@@ -132,8 +132,13 @@ def _adapter_fields(model: dict[str, Any]) -> list[str]:
 def resume_folder(config: dict[str, Any]) -> str | None:
     """The checkpoint the fields ask for, before anything heavy is imported."""
     from posttrain.trainer.checkpoints import find_checkpoint
+    from posttrain.trainer.folder import refuse_anothers
 
-    return find_checkpoint(config.get("resume_from_checkpoint"), config.get("output_dir"))
+    output_dir = config.get("output_dir") or "trainer_output"
+    found = find_checkpoint(config.get("resume_from_checkpoint"), output_dir)
+    if found is None and config.get("save_strategy") != "no" and not config.get("overwrite_output_dir"):
+        refuse_anothers(Path(output_dir).expanduser())
+    return found
 
 
 # After

@@ -80,6 +80,12 @@ def _hub_kwargs(options: LoadOptions) -> dict[str, Any]:
     return {"trust_remote_code": options.trust_remote_code, **kept}
 
 
+_GGUF = (
+    "GGUF weights are quantized and cannot be trained as they are: dequantize them with transformers' "
+    "`from_pretrained(…, gguf_file=…)`, `save_pretrained` the result, and give that folder."
+)
+
+
 def check_model_source(
     source: Any, options: LoadOptions, peft_config: Any = None, quantization_config: Any = None
 ) -> None:
@@ -90,9 +96,11 @@ def check_model_source(
         return
     path = Path(source).expanduser()
     if path.is_dir() and not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise ModelError(f"`model` is the folder {source!r}, which holds no config.json; give the folder of a model.")
+        hint = _GGUF if any(path.glob("*.gguf")) else "give the folder of a model."
+        raise ModelError(f"`model` is the folder {source!r}, which holds no config.json; {hint}")
     if path.is_file():
-        raise ModelError(f"`model` is the file {source!r}; give the folder that `save_pretrained` wrote.")
+        hint = _GGUF if path.suffix == ".gguf" else "give the folder that `save_pretrained` wrote."
+        raise ModelError(f"`model` is the file {source!r}; {hint}")
     kwargs = _hub_kwargs(options)
     adapter = find_adapter(source, kwargs.get("revision"))
     if adapter is None:

@@ -82,12 +82,11 @@ class TemplateAuditCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._write(Path(args.output_dir or "trainer_output"), state)
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._write(Path(args.output_dir or "trainer_output") / f"checkpoint-{state.global_step}", state)
-
-    def _write(self, folder: Path, state: TrainerState) -> None:
         if state.is_world_process_zero:
+            folder = Path(args.output_dir or "trainer_output")
             folder.mkdir(parents=True, exist_ok=True)
-            write_audit(self.audit, folder)
+            self.write_state(folder)
+
+    def write_state(self, folder: Path) -> None:
+        """Into a checkpoint, while it is written."""
+        write_audit(self.audit, folder)

@@ -48,8 +48,6 @@ class SFTConfig(BaseConfig):
     """What happens to rows longer than `max_length`. truncate: cut. split: go on in another row, which begins with one
     token of context. drop: left out. error: stop. All are counted. Unset: split with `packing` and `bfd_split` or
     `wrapped`, else truncate."""
-    shuffle_dataset: bool = False
-    """Shuffle the rows once, with `data_seed`, before packing."""
     packing: bool = False
     """Fill bins of `max_length` tokens with whole rows; a micro-batch is then that many bins. Rows never see each
     other."""
@@ -152,8 +150,6 @@ class SFTTrainer(Engine):
         rows, report = prepare_sft(dataset, self._tokenizer, options, args.dataset_num_proc, name)
         if report.rows_in:  # a stream counts while it flows
             say(report.summary())
-        if args.shuffle_dataset and name == "train":
-            rows = rows.shuffle(seed=args.seed if args.data_seed is None else args.data_seed)
         return make_items(rows, args, packing, name)
 
     def eval_items(self, dataset: Any, name: str = "eval") -> RowItems:
