@@ -11,7 +11,6 @@ world size, chunk size and token budget are memory knobs: they cannot change the
 from __future__ import annotations
 
 import abc
-import contextlib
 import functools
 import logging
 import math
@@ -42,11 +41,14 @@ from posttrain.trainer.callbacks import RichProgressCallback
 from posttrain.trainer.checkpoints import find_checkpoint, forget, refuse_other_strategy
 from posttrain.trainer.config import BaseConfig
 from posttrain.trainer.evaluation import evaluate_all
-from posttrain.trainer.experience import Experience, Window, shown, tokens_and_sequences
+from posttrain.trainer.experience import Experience, Window, tokens_and_sequences
+from posttrain.trainer.failed import report_failed
 from posttrain.trainer.loading import eval_loader, train_loader
 from posttrain.trainer.meter import Meter, Speed, laid_tokens, layout_metrics, next_step_logs
 from posttrain.trainer.randomness import preserved_environment, preserved_rng
+from posttrain.trainer.recovery import NO_GRADIENT, Recovery
 from posttrain.trainer.refusals import refuse_combinations, refuse_unsupported
+from posttrain.trainer.stops import Stops, guarded
 from posttrain.trainer.training_state import load_training, load_weights, save_training, writes_shards
 from posttrain.trainer.tuning import Tuning
 from posttrain.types import LossOutput, Mean, TokenBatch
@@ -81,7 +83,9 @@ class Engine(Trainer, abc.ABC):
             backend=DynamoBackend.NO
         )  # layers are compiled, not all
         self.tuning = Tuning(model, args)
-        self.add_callback(self.tuning)
+        self.recovery, self.stops = Recovery(self), Stops(self)
+        for part in (self.tuning, self.stops):
+            self.add_callback(part)
         self.loss_is_scaled_for_ga = True
         self.model_accepts_loss_kwargs = False
         if not args.disable_tqdm:
@@ -130,6 +134,7 @@ class Engine(Trainer, abc.ABC):
         units, tokens, sequences = all_sum(counts.to(device)).tolist()
         self._set_window(units=units, sequences=sequences)
         self._window_loss = 0.0
+        self.recovery.begin()
         laid = (laid_tokens(e.batch, self.layout, self.args.pad_to_multiple_of) for m in micro for e in m)
         self.tuning.plan(laid, device)
         self.state.num_input_tokens_seen += int(tokens)
@@ -149,7 +154,7 @@ class Engine(Trainer, abc.ABC):
         with torch.no_grad():
             found = self.experience(window)
         self.model.train(model_was_training)
-        budget = self.args.max_tokens_per_forward
+        budget = self.recovery.budget or self.args.max_tokens_per_forward
         pieces = [list(e.split(budget)) if budget else [e] for e in found]
         if budget is None:
             return pieces
@@ -163,20 +168,7 @@ class Engine(Trainer, abc.ABC):
         synchronises gradients: the caller's `no_sync` covers the other micro-batches, ours the other pieces."""
         model.train()
         self._optimizer_mode("train")
-        pieces: list[Experience] = inputs["batch"]
-        total = torch.zeros((), device=self.args.device)
-        for i, piece in enumerate(pieces):
-            last = i == len(pieces) - 1
-            # Leaving our no_sync leaves the caller's too, so the last piece of a quiet micro-batch asks again.
-            synchronise = last and self.accelerator.sync_gradients
-            quiet = contextlib.nullcontext() if synchronise else self.accelerator.no_sync(model=model)
-            with quiet, self.tuning.offload():
-                with self.compute_loss_context_manager():
-                    loss = self.compute_loss(model, {"batch": piece.to(self.args.device)}, num_items_in_batch=None)
-                if not loss.requires_grad:
-                    raise TrainingError(_NO_GRADIENT)
-                self.strategy.backward(model, loss, synchronise)
-            total += loss.detach()
+        total = self.recovery.run(model, inputs["batch"])
         self._window_loss += total
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
@@ -215,16 +207,15 @@ class Engine(Trainer, abc.ABC):
         # A loss scaler means to overflow at times, and then skips the step itself.
         bad = not math.isfinite(loss) or (not math.isfinite(value) and self.accelerator.scaler is None)
         # Together: a rank that raised alone would leave the others waiting in the next collective.
-        if all_max([int(bad)], self.args.device)[0]:
-            raise NonFiniteError(
-                f"step {step}: loss {loss}, gradient norm {value}, from rows {shown(self.window.sources)} of the "
-                f"training set on this rank. The weights are those of step {step - 1}; checkpoints in "
-                f"{self.args.output_dir!r} are unharmed. Lower `learning_rate` or look at these rows."
-            )
+        votes = all_max([int(bad), *self.stops.votes(), *self.recovery.votes()], self.args.device)
+        self.stops.agree(votes[1:2])
+        self.recovery.agree(votes[2:])
+        if votes[0]:
+            raise NonFiniteError(report_failed(self, loss, value))
         if self.window.units == 0:
             self.strategy.skip_step(model)
         elif value == 0.0 and step == 1:
-            raise TrainingError(_NO_GRADIENT)
+            raise TrainingError(NO_GRADIENT.format(step))
         return norm
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -241,6 +232,10 @@ class Engine(Trainer, abc.ABC):
         if self.args.use_cpu:
             keep_freed_memory()
         return super().train(checkpoint, *args, **kwargs)
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        with guarded(self):
+            return super()._inner_training_loop(*args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.speed.stand()
@@ -386,6 +381,3 @@ class Engine(Trainer, abc.ABC):
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns = ["batch"]
-
-
-_NO_GRADIENT = "step 1: no trainable weight received a gradient; check `peft_config` and what is frozen."
