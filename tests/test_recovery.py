@@ -17,7 +17,6 @@ from tiny import tiny_model, token_rows
 from posttrain.errors import OutOfMemoryError
 from posttrain.parallel.ranks import rank
 from posttrain.trainer.recovery import is_out_of_memory
-from posttrain.trainer.sft import SFTTrainer
 
 # Three micro-batches a step, of 4 rows each, of 4 to 12 tokens.
 STEPS: dict[str, Any] = {"gradient_accumulation_steps": 3, "max_steps": 2, "per_device_train_batch_size": 4}

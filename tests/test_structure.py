@@ -25,7 +25,9 @@ SHARED_TRAINER_FILES |= {"checkpoints.py", "loading.py", "predictions.py", "rand
 SHARED_TRAINER_FILES |= {"completions.py", "logged.py", "evaluation.py", "experience.py", "training_state.py"}
 SHARED_TRAINER_FILES |= {"cloning.py", "recovery.py", "stops.py", "failed.py", "selfcheck.py"}
 # Only these may switch gradients off or cut them: `experience` runs under no_grad, `loss_step` never does.
-GRAD_FILES = {"posttrain/trainer/engine.py", "posttrain/trainer/meter.py", "posttrain/trainer/recovery.py"}
+GRAD_FILES = {"posttrain/trainer/engine.py", "posttrain/trainer/meter.py"}
+# … the engine's own loop over pieces, and checks before the first step.
+GRAD_FILES |= {"posttrain/trainer/recovery.py", "posttrain/trainer/selfcheck.py"}
 # Packages named in one room only.
 ROOM_OF = {"peft": "model", "vllm": "rollout", "deepspeed": "parallel"}
 LOSS_MAY_IMPORT = {"torch", "posttrain.types", "posttrain.loss", "posttrain.errors"}

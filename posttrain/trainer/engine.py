@@ -48,6 +48,7 @@ from posttrain.trainer.meter import Meter, Speed, laid_tokens, layout_metrics, n
 from posttrain.trainer.randomness import preserved_environment, preserved_rng
 from posttrain.trainer.recovery import NO_GRADIENT, Recovery
 from posttrain.trainer.refusals import refuse_combinations, refuse_unsupported
+from posttrain.trainer.selfcheck import SelfCheck, SelfChecks
 from posttrain.trainer.stops import Stops, guarded
 from posttrain.trainer.training_state import load_training, load_weights, save_training, writes_shards
 from posttrain.trainer.tuning import Tuning
@@ -63,6 +64,7 @@ class Engine(Trainer, abc.ABC):
     model: Any  # pyright: ignore[reportIncompatibleVariableOverride]
     model_wrapped: Any
     layout: str = "packed"  # set by the leaf once the model is probed
+    more_self_checks: Sequence[SelfCheck] = ()  # of a method, beside those that all share
 
     def __init__(self, model: Any, args: BaseConfig, collator: Collator, **kwargs: Any) -> None:
         refuse_unsupported(args)
@@ -84,7 +86,8 @@ class Engine(Trainer, abc.ABC):
         )  # layers are compiled, not all
         self.tuning = Tuning(model, args)
         self.recovery, self.stops = Recovery(self), Stops(self)
-        for part in (self.tuning, self.stops):
+        self.selfchecks = SelfChecks(self)
+        for part in (self.tuning, self.stops, self.selfchecks):
             self.add_callback(part)
         self.loss_is_scaled_for_ga = True
         self.model_accepts_loss_kwargs = False
@@ -135,6 +138,7 @@ class Engine(Trainer, abc.ABC):
         self._set_window(units=units, sequences=sequences)
         self._window_loss = 0.0
         self.recovery.begin()
+        self.selfchecks.run(micro)
         laid = (laid_tokens(e.batch, self.layout, self.args.pad_to_multiple_of) for m in micro for e in m)
         self.tuning.plan(laid, device)
         self.state.num_input_tokens_seen += int(tokens)

@@ -171,6 +171,10 @@ def _noted(stops: Stops, watch: Watch, wanted: bool) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _default_store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
 class Watch:
     """The thread that looks after a run. It ends the process (and says why) when a second signal comes, when another
     rank has failed, and when this one has stood still for `ddp_timeout` seconds among several."""
@@ -179,7 +183,8 @@ class Watch:
         global _runs
         _runs += 1
         self._stops, self._limit, self._key = stops, float(args.ddp_timeout), f"posttrain/{_runs}"
-        self._store = dist.distributed_c10d._get_default_store().clone() if world_size() > 1 else None
+        # A client of its own: the main thread may hold the other one while it waits.
+        self._store: Any = _default_store().clone() if world_size() > 1 else None
         self._done = threading.Event()
         self._signals: list[tuple[int, float]] = []
         self._told, self._failed_at, self._why = "", 0.0, ""
