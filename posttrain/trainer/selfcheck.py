@@ -49,7 +49,7 @@ class Tolerance(NamedTuple):
     logp: float
 
 
-FULL, HALF = Tolerance(1e-4, 1e-3, 1e-4), Tolerance(1e-2, 0.15, 0.05)
+FULL, HALF = Tolerance(1e-4, 1e-3, 1e-4), Tolerance(2e-2, 0.1, 0.05)
 """In float32, and where products are in bfloat16 or float16."""
 
 
