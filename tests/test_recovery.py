@@ -15,6 +15,7 @@ from tiny import tiny_model, token_rows
 
 from posttrain.errors import OutOfMemoryError
 from posttrain.parallel.ranks import rank
+from posttrain.trainer.budget import Probe
 from posttrain.trainer.recovery import is_out_of_memory
 
 # Three micro-batches a step, of 4 rows each, of 4 to 12 tokens.
@@ -192,3 +193,60 @@ def test_sharded_ranks_end_together(strategy: str):
     """The rank that failed raises, the other is ended by its watch: the pool loses it, and does not hang."""
     with pytest.raises(PoolError, match=r"ranks \[0\] died"):
         POOL.run(end_failing, part="forward", tokens=20, on=1, strategy=strategy, max_steps=2)
+
+
+# ---- a budget measured ahead -----------------------------------------------------------------------------------------
+
+
+class Fake:
+    """A device whose peak is 2,000 bytes and 100 a token."""
+
+    def __init__(self, engine: Any, size: int) -> None:
+        self.engine, self.size = engine, size
+
+    def reset(self) -> None:
+        pass
+
+    def peak(self) -> int:
+        return 2000 + 100 * self.engine.recovery._at.piece.batch.num_tokens
+
+    def capacity(self) -> int:
+        return self.size
+
+
+def train_measured(sizes: tuple[int, int] | None, strategy: str = "fsdp2") -> tuple[Any, Any, list[int]]:
+    """`sizes`: memory of each rank."""
+    with clean():
+        trainer = sft(**STRATEGIES[strategy], rows=token_rows(48, longest=12), per_device_train_batch_size=6)
+        if sizes is not None:
+            trainer.recovery.memory = lambda: Fake(trainer, sizes[rank()])
+        tokens, own = [], trainer.loss_step
+
+        def loss_step(model: Any, exp: Any) -> Any:
+            tokens.append(exp.batch.num_tokens)
+            return own(model, exp)
+
+        trainer.loss_step = loss_step
+        return run(trainer).losses, trainer.recovery.budget, tokens
+
+
+def test_a_budget_is_measured_and_agreed_under_fsdp2():
+    plain = POOL.run(train_measured, sizes=None)
+    measured = POOL.run(train_measured, sizes=(10**6, 5000))
+    for (losses, budget, tokens), (whole, none, _) in zip(measured, plain, strict=True):
+        assert budget == 25 and none is None  # (0.9 · 5000 − 2000) / 100, of the smaller rank
+        assert losses == pytest.approx(whole, rel=1e-5)
+        assert max(tokens) <= 25
+    # In the third step pieces hold as much as fits, no longer one sequence.
+    assert max(measured[0][2][-3:]) > 12
+    longest = POOL.run(train_measured, sizes=(10**6, 10**6))
+    assert all(budget > 5000 for _, budget, _ in longest)
+
+
+def test_pieces_too_alike_say_nothing():
+    probe = Probe(Fake(None, 10**6))
+    assert probe.budget() is None
+    probe._peaks = {100: 3000, 200: 4000}
+    assert probe.budget() == (900000 - 2000) / 10
+    probe._peaks = {100: 4000, 200: 4000}
+    assert probe.budget() is None

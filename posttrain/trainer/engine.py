@@ -158,7 +158,7 @@ class Engine(Trainer, abc.ABC):
         with torch.no_grad():
             found = self.experience(window)
         self.model.train(model_was_training)
-        budget = self.recovery.budget or self.args.max_tokens_per_forward
+        budget = self.recovery.limit(window)
         pieces = [list(e.split(budget)) if budget else [e] for e in found]
         if budget is None:
             return pieces

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,13 +25,15 @@ from posttrain.data.forest import build_forest
 from posttrain.errors import OutOfMemoryError, TrainingError
 from posttrain.parallel.ranks import gather_objects, rank, say, world_size
 from posttrain.parallel.strategy import Replicated
+from posttrain.trainer.budget import MEASURED_STEP, Memory, Probe, device_memory, first_pieces, longest_row
 from posttrain.trainer.experience import Experience, shown
 from posttrain.trainer.meter import Meter
 from posttrain.trainer.randomness import preserved_rng, restore_rng, rng_state
-from posttrain.types import Mean
+from posttrain.types import Mean, TokenBatch
 
 NO_GRADIENT = "step {}: no trainable weight received a gradient; check `peft_config` and what is frozen."
 _UNLIMITED = 1 << 62
+_EVENTS = ("out_of_memory", "memory_budget")
 # What allocators say that do not raise torch.OutOfMemoryError: torch's on the host, numpy's, Ascend's, cuBLAS's.
 _PHRASES = ("out of memory", "can't allocate memory", "unable to allocate", "not enough memory", "alloc_failed")
 
@@ -67,6 +69,9 @@ class Recovery:
         self._rng: Any = None
         self._fits = -1  # tokens of the largest piece whose gradients were exchanged during its backward pass
         self._at: _Failure | None = None
+        self._probe: Probe | None = None
+        self._measured_at = MEASURED_STEP
+        self.memory: Callable[[], Memory | None] = device_memory
 
     # ---- a step ------------------------------------------------------------------------------------------------------
 
@@ -74,10 +79,20 @@ class Recovery:
         """A step begins: nothing of it has been run."""
         self.held, self.losses, self._rng = [], [], None
 
-    def resume(self, history: list[dict[str, Any]]) -> None:
-        """Go on with the budget that the run had found, as its checkpoint's log tells."""
-        found = [line["max_tokens_per_forward"] for line in history if line.get("event") == "out_of_memory"]
+    def start(self, history: list[dict[str, Any]]) -> None:
+        """A run begins; one that is resumed with the budget that it had found, as its checkpoint's log tells."""
+        found = [line["max_tokens_per_forward"] for line in history if line.get("event") in _EVENTS]
         self.budget = found[-1] if found else None
+        memory = self.memory()
+        measured = self._replays or self.engine.args.max_tokens_per_forward is not None or bool(found)
+        self._probe = None if measured or memory is None else Probe(memory)
+        self._measured_at = self.engine.state.global_step + MEASURED_STEP
+
+    def limit(self, window: list[TokenBatch]) -> int | None:
+        """Tokens of a forward, at most. Few while memory is being measured."""
+        if self._probe is not None:
+            return first_pieces(window)
+        return self.budget or self.engine.args.max_tokens_per_forward
 
     def run(self, model: Any, pieces: list[Experience]) -> Tensor:
         """Forward and backward of one micro-batch, piece by piece. [] its share of the step's loss."""
@@ -125,6 +140,8 @@ class Recovery:
     def _piece(self, model: Any, piece: Experience, synchronise: bool) -> Tensor:
         engine = self.engine
         self._at = _Failure(piece, "moving", synchronise, "")
+        if self._probe is not None:
+            self._probe.memory.reset()
         # Leaving our no_sync leaves the caller's too, so the last piece of a quiet micro-batch asks again.
         quiet = contextlib.nullcontext() if synchronise else engine.accelerator.no_sync(model=model)
         with quiet, engine.tuning.offload():
@@ -136,6 +153,8 @@ class Recovery:
                 raise TrainingError(NO_GRADIENT.format(engine.state.global_step + 1))
             self._at.part = "backward"
             engine.strategy.backward(model, loss, synchronise)
+        if self._probe is not None and engine.state.global_step + 1 == self._measured_at:
+            self._probe.note(piece.batch.num_tokens)
         self.losses.append((piece, loss.detach()))
         return loss.detach()
 
@@ -226,18 +245,27 @@ class Recovery:
 
     def votes(self) -> list[int]:
         """Joined by maximum: whether there is news, and the smallest budget."""
+        step = self.engine.state.global_step + 1
+        if self._probe is not None and step == self._measured_at:
+            self.budget, self._probe = self._probe.budget(), None
+            self._events.append({"event": "memory_budget", "step": step, "rank": rank()})
         return [len(self._events), -(self.budget or _UNLIMITED)]
 
     def agree(self, votes: list[int]) -> None:
         """Take the smallest budget of all ranks, and log what happened."""
         if not votes[0]:
             return
-        self.budget = -votes[1]
+        self.budget = None if votes[1] == -_UNLIMITED else -votes[1]
         events = [event for each in gather_objects(self._events) for event in each]
         self._events = []
         for event in events:
             self.engine.state.log_history.append({**event, "max_tokens_per_forward": self.budget})
         # On one rank: the metric is then the number of events, not their mean over ranks.
-        if rank() == 0:
-            self.engine.meter.add({"out_of_memory": Mean(float(len(events)), 1.0)})
-            say(f"all ranks go on with `max_tokens_per_forward` {self.budget}")
+        count = sum(event["event"] == "out_of_memory" for event in events)
+        if count and rank() == 0:
+            self.engine.meter.add({"out_of_memory": Mean(float(count), 1.0)})
+        longest = longest_row(self.engine.train_dataset)
+        say(
+            f"all ranks go on with `max_tokens_per_forward` {self.budget}"
+            + (f"; rows of up to {longest} tokens may not fit" if self.budget and longest > self.budget else "")
+        )

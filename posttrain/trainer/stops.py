@@ -67,7 +67,7 @@ class Stops(TrainerCallback):
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.engine.recovery.resume(state.log_history)
+        self.engine.recovery.start(state.log_history)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.at("forward and backward")
