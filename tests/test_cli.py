@@ -10,6 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from data_fixtures import CHATML, byte_tokenizer
+from laws.mutants import applied
+from tiny import tiny_model
 
 from posttrain import __version__
 from posttrain.cli import env, run
@@ -261,3 +264,33 @@ def test_env_reports_missing_packages(monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_env_takes_no_arguments(capsys: pytest.CaptureFixture[str]):
     assert main(["env", "x"]) == 2
     assert "takes no arguments" in error(capsys)
+
+
+# posttrain check
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> list[str]:
+    """A command line over a tiny model and eight rows."""
+    tiny_model(eos_token_id=257).save_pretrained(tmp_path / "model")
+    byte_tokenizer(template=CHATML).save_pretrained(tmp_path / "model")
+    rows = [{"prompt": "What comes after " + "abcdefgh"[i] + "?", "completion": "x" * (i + 2)} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    line = ["check", "--model_name_or_path", str(tmp_path / "model"), "--dataset_name", str(tmp_path / "rows.jsonl")]
+    return [*line, "--output_dir", str(tmp_path / "out"), "--bf16", "false", "--per_device_train_batch_size", "2"]
+
+
+def test_check_says_what_it_proved_and_writes_nothing(small: list[str], tmp_path: Path, capsys: Any):
+    assert main(small) == 0
+    out = capsys.readouterr().out
+    for line in ("pass  accumulation", "pass  gradients", "pass  forest", "0 failed, of 4 self-checks"):
+        assert line in out
+    assert not (tmp_path / "out").exists()
+
+
+def test_check_fails_with_1(small: list[str], capsys: Any):
+    with applied("mean_of_micro_batch_means"), pytest.raises(SystemExit) as stop:
+        main([*small, "--skip_self_checks", "forest"])
+    assert stop.value.code == 1
+    out = capsys.readouterr().out
+    assert "fail  accumulation  1 micro-batch of 2 units against 2 of 1: loss" in out and "forest" not in out

@@ -40,6 +40,12 @@ COMMANDS = {
         "posttrain.cli.inspect:inspect",
         "posttrain.cli.inspect:check_inspect",
     ),
+    "check": Command(
+        "Load all that `sft` would and run its self-checks, without training.",
+        (*_COMMON, "posttrain.trainer.sft:SFTConfig"),
+        "posttrain.cli.check:check",
+        "posttrain.cli.run:check_sft",
+    ),
     "merge": Command(
         "Merge an adapter into its base.", ("posttrain.model.config:MergeConfig",), "posttrain.cli.merge:merge"
     ),

@@ -72,6 +72,8 @@ class LaunchArguments:
     """Another way to write `bf16` and `fp16`; starts nothing."""
 
 
+# Signals that reach every process of a run. SLURM sends SIGUSR1 ahead of time when asked to.
+PASSED = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if name in dir(signal)]
 # Those that start processes.
 OPTIONS = tuple(field.name for field in fields(LaunchArguments) if field.name != "mixed_precision")
 
@@ -198,7 +200,7 @@ def supervise(line: Sequence[str], environment: Mapping[str, str]) -> int:
         child.send_signal(number if len(received) == 1 else signal.SIGKILL)
 
     # `nohup` and shells that start jobs in the background have some ignored: leave those.
-    passed = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
+    passed = [s for s in PASSED if signal.getsignal(s) != signal.SIG_IGN]
     before = {number: signal.signal(number, pass_on) for number in passed}
     try:
         code = child.wait()

@@ -20,6 +20,12 @@ _QUANTIZED = ("load_in_4bit", "load_in_8bit")
 
 def sft(values: Values) -> None:
     """`posttrain sft`."""
+    trainer, script, resume = build_sft(values)
+    finish(trainer, script, resume)
+
+
+def build_sft(values: Values) -> tuple[Any, ScriptArguments, str | None]:
+    """Read, load and prepare everything: the trainer, ready to train; and the checkpoint to go on from."""
     resume = check_sft(values)
 
     from posttrain.data.config import DatasetMixtureConfig, ScriptArguments
@@ -44,7 +50,7 @@ def sft(values: Values) -> None:
         peft_config=peft_config,
         quantization_config=quantization_config,
     )
-    finish(trainer, script, resume)
+    return trainer, script, resume
 
 
 def finish(trainer: Any, script: ScriptArguments, resume: str | None) -> None:

@@ -190,7 +190,7 @@ def prepare_model(
     spec = head_spec(base.config, options.chunk_tokens, options.memory_bytes)
     bind_head(base, Scoring(layout, spec, pad_to_multiple_of=options.pad_to_multiple_of))
     say(f"layout: {layout} ({why})")
-    return Prepared(model, layout, _dropout(model))
+    return Prepared(model, layout, dropout_of(model))
 
 
 def _take_tokens(model: Any, peft_config: Any, ids: list[int]) -> Any:
@@ -247,7 +247,7 @@ def auto_class(config: Any) -> Any:
     return AutoModelForImageTextToText if only_multimodal else AutoModelForCausalLM
 
 
-def _dropout(model: Any) -> float:
+def dropout_of(model: Any) -> float:
     """Largest probability of dropout, or size of a router's noise, that training would use: modules', and what layers
     read from the config."""
     rates = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]

@@ -81,6 +81,12 @@ class BaseConfig(TrainingArguments):
     """Memory the head may take, in MiB: a chunk of logits, and the gradient of its weight when formed in the forward
     pass (else it costs a fourth product). Unset: 1,024 on a CPU, 4,096 elsewhere."""
 
+    skip_self_checks: list[str] | None = None
+    """Checks to leave out before the first step, by name: accumulation, gradients, forest, template; or all."""
+    handle_signals: bool = True
+    """On SIGTERM, SIGINT or SIGUSR1, save a checkpoint at the end of the step and end the run; on a second, end it at
+    once."""
+
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
 
     def __post_init__(self) -> None:

@@ -11,7 +11,6 @@ world size, chunk size and token budget are memory knobs: they cannot change the
 from __future__ import annotations
 
 import abc
-import contextlib
 import functools
 import logging
 import math
@@ -41,13 +40,17 @@ from posttrain.parallel.training_state import has_shards
 from posttrain.trainer.callbacks import RichProgressCallback
 from posttrain.trainer.config import BaseConfig
 from posttrain.trainer.evaluation import evaluate_all
-from posttrain.trainer.experience import Experience, Window, shown, tokens_and_sequences
+from posttrain.trainer.experience import Experience, Window, tokens_and_sequences
+from posttrain.trainer.failed import report_failed
 from posttrain.trainer.loading import eval_loader, train_loader
 from posttrain.trainer.meter import Meter, Speed, laid_tokens, layout_metrics, next_step_logs
 from posttrain.trainer.randomness import preserved_environment, preserved_rng
+from posttrain.trainer.recovery import NO_GRADIENT, Recovery
 from posttrain.trainer.refusals import refuse_combinations, refuse_unsupported
 from posttrain.trainer.resuming import going_on, opened_run, use_learning_rate, write_run
 from posttrain.trainer.saving import save_checkpoint
+from posttrain.trainer.selfcheck import SelfCheck, SelfChecks
+from posttrain.trainer.stops import Stops, guarded
 from posttrain.trainer.training_state import load_training, load_weights, save_training, writes_shards
 from posttrain.trainer.tuning import Tuning
 from posttrain.types import LossOutput, Mean, TokenBatch
@@ -62,6 +65,7 @@ class Engine(Trainer, abc.ABC):
     model: Any  # pyright: ignore[reportIncompatibleVariableOverride]
     model_wrapped: Any
     layout: str = "packed"  # set by the leaf once the model is probed
+    more_self_checks: Sequence[SelfCheck] = ()  # of a method, beside those that all share
 
     def __init__(self, model: Any, args: BaseConfig, collator: Collator, **kwargs: Any) -> None:
         refuse_unsupported(args)
@@ -84,7 +88,10 @@ class Engine(Trainer, abc.ABC):
             backend=DynamoBackend.NO
         )  # layers are compiled, not all
         self.tuning = Tuning(model, args)
-        self.add_callback(self.tuning)
+        self.recovery, self.stops = Recovery(self), Stops(self)
+        self.selfchecks = SelfChecks(self)
+        for part in (self.tuning, self.stops, self.selfchecks):
+            self.add_callback(part)
         self.loss_is_scaled_for_ga = True
         self.model_accepts_loss_kwargs = False
         if not args.disable_tqdm:
@@ -133,6 +140,8 @@ class Engine(Trainer, abc.ABC):
         units, tokens, sequences = all_sum(counts.to(device)).tolist()
         self._set_window(units=units, sequences=sequences)
         self._window_loss = 0.0
+        self.recovery.begin()
+        self.selfchecks.run(micro)
         laid = (laid_tokens(e.batch, self.layout, self.args.pad_to_multiple_of) for m in micro for e in m)
         self.tuning.plan(laid, device)
         self.state.num_input_tokens_seen += int(tokens)
@@ -152,7 +161,7 @@ class Engine(Trainer, abc.ABC):
         with torch.no_grad():
             found = self.experience(window)
         self.model.train(model_was_training)
-        budget = self.args.max_tokens_per_forward
+        budget = self.recovery.limit(window)
         pieces = [list(e.split(budget)) if budget else [e] for e in found]
         if budget is None:
             return pieces
@@ -166,20 +175,7 @@ class Engine(Trainer, abc.ABC):
         synchronises gradients: the caller's `no_sync` covers the other micro-batches, ours the other pieces."""
         model.train()
         self._optimizer_mode("train")
-        pieces: list[Experience] = inputs["batch"]
-        total = torch.zeros((), device=self.args.device)
-        for i, piece in enumerate(pieces):
-            last = i == len(pieces) - 1
-            # Leaving our no_sync leaves the caller's too, so the last piece of a quiet micro-batch asks again.
-            synchronise = last and self.accelerator.sync_gradients
-            quiet = contextlib.nullcontext() if synchronise else self.accelerator.no_sync(model=model)
-            with quiet, self.tuning.offload():
-                with self.compute_loss_context_manager():
-                    loss = self.compute_loss(model, {"batch": piece.to(self.args.device)}, num_items_in_batch=None)
-                if not loss.requires_grad:
-                    raise TrainingError(_NO_GRADIENT)
-                self.strategy.backward(model, loss, synchronise)
-            total += loss.detach()
+        total = self.recovery.run(model, inputs["batch"])
         self._window_loss += total
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
@@ -218,16 +214,15 @@ class Engine(Trainer, abc.ABC):
         # A loss scaler means to overflow at times, and then skips the step itself.
         bad = not math.isfinite(loss) or (not math.isfinite(value) and self.accelerator.scaler is None)
         # Together: a rank that raised alone would leave the others waiting in the next collective.
-        if all_max([int(bad)], self.args.device)[0]:
-            raise NonFiniteError(
-                f"step {step}: loss {loss}, gradient norm {value}, from rows {shown(self.window.sources)} of the "
-                f"training set on this rank. The weights are those of step {step - 1}; checkpoints in "
-                f"{self.args.output_dir!r} are unharmed. Lower `learning_rate` or look at these rows."
-            )
+        votes = all_max([int(bad), *self.stops.votes(), *self.recovery.votes()], self.args.device)
+        self.stops.agree(votes[1:2])
+        self.recovery.agree(votes[2:])
+        if votes[0]:
+            raise NonFiniteError(report_failed(self, loss, value))
         if self.window.units == 0:
             self.strategy.skip_step(model)
         elif value == 0.0 and step == 1:
-            raise TrainingError(_NO_GRADIENT)
+            raise TrainingError(NO_GRADIENT.format(step))
         return norm
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -245,6 +240,10 @@ class Engine(Trainer, abc.ABC):
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         return going_on(self, super()._init_training_state(*args), *args)
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        with guarded(self):
+            return super()._inner_training_loop(*args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.speed.stand()
@@ -385,6 +384,3 @@ class Engine(Trainer, abc.ABC):
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns = ["batch"]
-
-
-_NO_GRADIENT = "step 1: no trainable weight received a gradient; check `peft_config` and what is frozen."

@@ -22,6 +22,14 @@ class Meter:
         for name, mean in metrics.items():
             self._means[name] = self._means[name] + mean if name in self._means else mean
 
+    def snapshot(self) -> dict[str, Mean]:
+        """What was added since the last line, for `restore`."""
+        return dict(self._means)
+
+    def restore(self, snapshot: dict[str, Mean]) -> None:
+        """Forget what was added since the snapshot was taken."""
+        self._means = dict(snapshot)
+
     def drain(self) -> dict[str, float]:
         """Means over all ranks since the last call. A metric that no rank has seen is absent, not 0 and not NaN."""
         local = {name: (_number(mean.total), _number(mean.weight)) for name, mean in self._means.items()}
