@@ -98,9 +98,9 @@ class SelfChecks(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.findings, self._due = [], True
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero and self.findings:
-            folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
+    def write_state(self, folder: Path) -> None:
+        """Into a checkpoint, while it is written."""
+        if self.findings:
             text = json.dumps([asdict(finding) for finding in self.findings], indent=2)
             (folder / FILE_NAME).write_text(text + "\n", encoding="utf-8")
 

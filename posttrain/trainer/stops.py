@@ -118,8 +118,9 @@ def guarded(engine: Any) -> Iterator[None]:
                 raise
             raise named from error
     if stops.agreed:
-        name = signal.Signals(stops.agreed).name
-        say(f"stopped by {name}: saved checkpoint-{engine.state.global_step} in {engine.args.output_dir}")
+        name, step = signal.Signals(stops.agreed).name, engine.state.global_step
+        saved = "could not be saved" if step in engine.failed_saves else f"is saved in {engine.args.output_dir}"
+        say(f"stopped by {name}: checkpoint-{step} {saved}")
         raise KeyboardInterrupt if stops.agreed == signal.SIGINT else SystemExit(128 + stops.agreed)
     if stops.received:
         say(f"{signal.Signals(stops.received).name} came after the last step: the run is done")
