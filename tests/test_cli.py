@@ -13,6 +13,7 @@ import pytest
 
 from posttrain import __version__
 from posttrain.cli import env, run
+from posttrain.cli.commands import COMMANDS
 from posttrain.cli.main import main
 from posttrain.errors import ConfigError
 
@@ -121,7 +122,8 @@ def test_help_width(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]):
     assert main(["stf"]) == 2
-    assert "unknown command 'stf'; the commands are sft, merge, env. Did you mean 'sft'?" in error(capsys)
+    names = ", ".join([*COMMANDS, "env", "report"])
+    assert f"unknown command 'stf'; the commands are {names}. Did you mean 'sft'?" in error(capsys)
 
 
 def test_traceback_on_request(monkeypatch: pytest.MonkeyPatch):

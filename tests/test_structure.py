@@ -23,6 +23,7 @@ EXCEPTIONS: dict[str, int] = {}
 SHARED_TRAINER_FILES = {"__init__.py", "engine.py", "onpolicy.py", "config.py", "meter.py", "callbacks.py"}
 SHARED_TRAINER_FILES |= {"checkpoints.py", "loading.py", "predictions.py", "randomness.py", "refusals.py", "tuning.py"}
 SHARED_TRAINER_FILES |= {"completions.py", "logged.py", "evaluation.py", "experience.py", "training_state.py"}
+SHARED_TRAINER_FILES |= {"cost.py", "masking.py", "run_record.py"}
 SHARED_TRAINER_FILES |= {"cloning.py", "options.py"}
 # Only these may switch gradients off or cut them: `experience` runs under no_grad, `loss_step` never does.
 GRAD_FILES = {"posttrain/trainer/engine.py", "posttrain/trainer/meter.py"}

@@ -21,6 +21,7 @@ from posttrain.trainer.experience import Experience
 from posttrain.trainer.loading import check_ids, make_items
 from posttrain.trainer.options import check_sft, sft_row_options
 from posttrain.trainer.randomness import seeded
+from posttrain.trainer.run_record import summarize
 from posttrain.types import LossOutput, Mean, ScoreRequest, TokenBatch
 
 
@@ -115,6 +116,7 @@ class SFTTrainer(Engine):
         tokenizer = processing_class or load_tokenizer(model, load_options(args))
         self._tokenizer = set_up_tokenizer(tokenizer, args.eos_token, args.pad_token, args.chat_template_path)
         self._formatting_func, self._config = formatting_func, args
+        self.data_summary = {}
         train_items = None if train_dataset is None else self._items(train_dataset, "train", args.packing)
         eval_items = None
         if isinstance(eval_dataset, dict):
@@ -152,7 +154,10 @@ class SFTTrainer(Engine):
             say(report.summary())
         if args.shuffle_dataset and name == "train":
             rows = rows.shuffle(seed=args.seed if args.data_seed is None else args.data_seed)
-        return make_items(rows, args, packing, name)
+        items = make_items(rows, args, packing, name)
+        found = summarize(report, items, args.max_length if packing else None)
+        self.data_summary = {**self.data_summary, name: found}
+        return items
 
     def eval_items(self, dataset: Any, name: str = "eval") -> RowItems:
         args = self._config
