@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
@@ -94,12 +92,7 @@ def page(runs: Sequence[Run]) -> str:
     ]
     title = f"Run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs"
     lead = f"{runs[0].state}, in {runs[0].folder}" if len(runs) == 1 else ", ".join(r.name for r in runs)
-    digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
-    text = document(title, lead, sections, "Written by posttrain report.", _CSS)
-    text = text.replace("default-src 'none';", f"default-src 'none'; script-src 'sha256-{digest}';", 1)
-    # The page's own closing tag is its last: whatever a run is named, it is escaped.
-    head, _, tail = text.rpartition("</body>")
-    return f"{head}<script>{_SCRIPT}</script>\n</body>{tail}"
+    return document(title, lead, sections, "Written by posttrain report.", _CSS, _SCRIPT)
 
 
 def _distinct(runs: Sequence[Run]) -> None:
@@ -150,14 +143,16 @@ def _curves(runs: Sequence[Run]) -> list[Markup]:
     rest = sorted(k for k in others - _KNOWN - _NO_CURVE if not k.endswith(timings) and not k.startswith("train_"))
     pairs = [k for k in rest if not (k.startswith("eval_") and k.removeprefix("eval_") in rest)]
     for key in pairs:
-        chart = _chart(runs, key, "", [key, f"eval_{key}"], False)
+        chart = _chart(runs, key.replace("_", " ").capitalize(), key, [key, f"eval_{key}"], False)
         found += [chart] if chart else []
     return found
 
 
 def _chart(runs: Sequence[Run], title: str, unit: str, keys: Sequence[str], zero: bool) -> Markup | None:
     """The training line and that of evaluation, of every run: a colour and a dash each."""
-    lines = []
+    if not any(any(run.series(key)[1]) for run in runs for key in keys):
+        return None  # all zero: nothing was shared, or padded
+    lines: list[Series] = []
     several = len(runs) > 1
     for at, run in enumerate(runs):
         for of, key in enumerate(keys):
@@ -166,7 +161,7 @@ def _chart(runs: Sequence[Run], title: str, unit: str, keys: Sequence[str], zero
                 continue
             kind = "evaluation" if of else "training"
             name = (f"{run.name}, {kind}" if len(keys) > 1 else run.name) if several else kind
-            lines.append(Series(name, x, y, colour=at * len(keys) + of if several else of))
+            lines.append(Series(name, x, y, colour=2 * at + of if several else of))
     return line_chart(title, lines, "step", unit, zero=zero) if lines else None
 
 
