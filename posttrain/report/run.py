@@ -56,7 +56,8 @@ for (const plot of document.querySelectorAll('.plot')) {
     tip.replaceChildren('step ' + short(x0 + (x1 - x0) * x / 100), ...near.map(l => {
       const row = document.createElement('div'), dot = document.createElement('i');
       dot.style.background = l.colour;
-      row.append(dot, l.name + '  ' + short(y1 - (y1 - y0) * l.p[1] / 100));
+      const other = Math.abs(l.p[0] - x) < 0.05 ? '' : '  (step ' + short(x0 + (x1 - x0) * l.p[0] / 100) + ')';
+      row.append(dot, l.name + '  ' + short(y1 - (y1 - y0) * l.p[1] / 100) + other);
       return row;
     }));
     tip.hidden = hair.hidden = false;
