@@ -125,8 +125,8 @@ def test_help_width(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]):
     assert main(["stf"]) == 2
-    known = ", ".join([*COMMANDS, "env"])
-    assert f"unknown command 'stf'; the commands are {known}. Did you mean 'sft'?" in error(capsys)
+    names = ", ".join([*COMMANDS, "env", "report"])
+    assert f"unknown command 'stf'; the commands are {names}. Did you mean 'sft'?" in error(capsys)
 
 
 def test_traceback_on_request(monkeypatch: pytest.MonkeyPatch):

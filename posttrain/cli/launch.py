@@ -24,6 +24,8 @@ FOLDER = Path(__file__).with_name("accelerate_configs")
 # Set in the processes we launch, so that they pass over the launch keys of the file they share with us. A single one
 # has no RANK to know by.
 LAUNCHED = "POSTTRAIN_LAUNCHED"
+# The command as its user wrote it, launch flags included: JSON, for the record of the run.
+COMMAND = "POSTTRAIN_COMMAND"
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _ONE_PROCESS = "NO"
 _TYPES = (_ONE_PROCESS, "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_HPU", "MULTI_MUSA")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.cli.launch import LAUNCHED
+from posttrain.cli.launch import COMMAND, LAUNCHED
 from posttrain.cli.parse import Values, construct
 from posttrain.errors import ConfigError
 
@@ -21,6 +22,7 @@ _QUANTIZED = ("load_in_4bit", "load_in_8bit")
 def sft(values: Values) -> None:
     """`posttrain sft`."""
     trainer, script, resume = build_sft(values)
+    record(trainer)
     finish(trainer, script, resume)
 
 
@@ -51,6 +53,32 @@ def build_sft(values: Values) -> tuple[Any, ScriptArguments, str | None]:
         quantization_config=quantization_config,
     )
     return trainer, script, resume
+
+
+def record(trainer: Any) -> None:
+    """Tell the trainer what to write beside the checkpoints about the command that made it."""
+    from posttrain.cli.record import resolved
+
+    files, command = getattr(trainer, "run_files", None), os.environ.get(COMMAND)
+    if files is not None and command is not None:
+        files.command = json.loads(command)
+        files.resolved = resolved(files.command, {"bf16": bool(trainer.args.bf16), "fp16": bool(trainer.args.fp16)})
+
+
+def dry_sft(values: Values) -> None:
+    """`posttrain sft --dry_run`: everything that can fail before the first step. Writes nothing to `output_dir`."""
+    values["SFTConfig"]["report_to"] = ["none"]  # making a trainer starts its trackers
+    values["SFTConfig"]["push_to_hub"] = False  # and the hub's repository
+    folder = Path(values["SFTConfig"].get("output_dir") or "trainer_output").expanduser()
+    missing = not folder.exists()
+    trainer, _, resume = build_sft(values)
+    steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1]
+    trainer.create_optimizer_and_scheduler(steps)
+    next(iter(trainer.get_train_dataloader()))
+    if missing and folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()  # the base class makes it
+    begin = f"resuming from {resume}" if resume is not None else "from the start"
+    say(f"dry run: the fields, data, model and schedule are good: {steps} steps, {begin}. Nothing was trained.")
 
 
 def finish(trainer: Any, script: ScriptArguments, resume: str | None) -> None:

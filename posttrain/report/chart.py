@@ -86,7 +86,9 @@ def line_chart(
     named = [(at, s) for at, s in enumerate(series) if not s.faint]
     legend = _legend(named) if len(named) > 1 else Markup("")
     said = f"{title}. " + "; ".join(f"{s.name}: {_said(s)}" for _, s in named)
-    return _figure(title, unit, _plot(joined(lines), x_marks, y_marks, said), x_label, legend)
+    # The pointer reads values from the drawing, which is linear between these.
+    extent = "" if log else f"{x_low!r} {x_high!r} {y_low!r} {y_high!r}"
+    return _figure(title, unit, _plot(joined(lines), x_marks, y_marks, said, extent), x_label, legend)
 
 
 def histogram(title: str, edges: Sequence[float], counts: Sequence[int], x_label: str = "", unit: str = "") -> Markup:
@@ -133,17 +135,22 @@ def _figure(title: str, unit: str, body: Markup, x_label: str, legend: Markup | 
 
 
 def _plot(
-    drawing: Markup, x_marks: Sequence[tuple[float, str]], y_marks: Sequence[tuple[float, str]], said: str
+    drawing: Markup,
+    x_marks: Sequence[tuple[float, str]],
+    y_marks: Sequence[tuple[float, str]],
+    said: str,
+    extent: str = "",
 ) -> Markup:
     grid = joined(
         Markup('<line class="grid" x1="0" x2="100" y1="{0}" y2="{0}"/>').format(f"{at:.3f}") for at, _ in y_marks
     )
+    reach = Markup(' data-range="{}"').format(extent) if extent else ""
     labels = [Markup('<span class="y" style="top:{}%">{}</span>').format(f"{at:.3f}", name) for at, name in y_marks]
     labels += [Markup('<span class="x" style="left:{}%">{}</span>').format(f"{at:.3f}", name) for at, name in x_marks]
     return Markup(
-        '<div class="plot"><svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{}">{}\n{}'
+        '<div class="plot"><svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{}"{}>{}\n{}'
         '</svg><div aria-hidden="true">{}</div></div>'
-    ).format(said, grid, drawing, joined(labels))
+    ).format(said, reach, grid, drawing, joined(labels))
 
 
 def _legend(named: Sequence[tuple[int, Series]]) -> Markup:

@@ -1,11 +1,13 @@
 """One page that stands alone: its parts as functions from values to safe HTML.
 
-Every function takes plain text and escapes it; what is HTML already is a `Markup`. There is no script in a page, and
-its own policy forbids the browser to load anything. Charts are in `posttrain.report.chart`.
+Every function takes plain text and escapes it; what is HTML already is a `Markup`. A page's own policy forbids the
+browser to load anything, and to run any script but the one its maker gave. Charts are in `posttrain.report.chart`.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +33,14 @@ class Section:
     lead: str = ""
 
 
-def document(title: str, lead: str, sections: Sequence[Section], footer: str = "", css: str = "") -> str:
-    """The whole page. `css` is added to the style sheet, and is the caller's own text, never data."""
+def document(
+    title: str, lead: str, sections: Sequence[Section], footer: str = "", css: str = "", script: str = ""
+) -> str:
+    """The whole page. `css` is added to the style sheet and `script` is the one script the page's policy lets run; both
+    are the caller's own text, never data."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = _POLICY + (f"; script-src 'sha256-{digest}'" if script else "")
+    code = Markup("<script>{}</script>\n").format(Markup(script)) if script else ""
     links = joined(Markup('<a href="#{}">{}</a>').format(s.id, s.title) for s in sections)
     parts = joined(map(_section, sections))
     return Markup(
@@ -42,8 +50,10 @@ def document(title: str, lead: str, sections: Sequence[Section], footer: str = "
         '<meta name="referrer" content="no-referrer">\n<title>{title}</title>\n<style>{css}</style>\n</head>\n<body>\n'
         '<header class="top"><h1>{title}</h1><p class="lead">{lead}</p></header>\n'
         '<nav class="parts" aria-label="Parts of the page">{links}</nav>\n<main>\n{parts}</main>\n'
-        "<footer>{footer}</footer>\n</body>\n</html>\n"
-    ).format(policy=_POLICY, title=title, css=Markup(CSS + css), lead=lead, links=links, parts=parts, footer=footer)
+        "<footer>{footer}</footer>\n{code}</body>\n</html>\n"
+    ).format(
+        policy=policy, code=code, title=title, css=Markup(CSS + css), lead=lead, links=links, parts=parts, footer=footer
+    )
 
 
 def write_page(path: str | Path, page: str, field: str) -> None:

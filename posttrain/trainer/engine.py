@@ -14,7 +14,7 @@ import abc
 import functools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -33,12 +33,13 @@ from posttrain.model.load import base_model
 from posttrain.model.router import balance_coefficient
 from posttrain.parallel.deepspeed import use_deepspeed
 from posttrain.parallel.device import keep_freed_memory
-from posttrain.parallel.params import fsdp2_plugin, parameter_count, refuse_fsdp1, use_fsdp2
+from posttrain.parallel.params import fsdp2_plugin, refuse_fsdp1, use_fsdp2
 from posttrain.parallel.ranks import all_max, all_sum, world_size
 from posttrain.parallel.roles import find_strategy, prepare_role
 from posttrain.parallel.training_state import has_shards
 from posttrain.trainer.callbacks import RichProgressCallback
 from posttrain.trainer.config import BaseConfig
+from posttrain.trainer.cost import ModelCost, peak_flops, peak_memory
 from posttrain.trainer.evaluation import evaluate_all
 from posttrain.trainer.experience import Experience, Window, tokens_and_sequences
 from posttrain.trainer.failed import report_failed
@@ -48,6 +49,7 @@ from posttrain.trainer.randomness import preserved_environment, preserved_rng
 from posttrain.trainer.recovery import NO_GRADIENT, Recovery
 from posttrain.trainer.refusals import refuse_combinations, refuse_unsupported
 from posttrain.trainer.resuming import going_on, opened_run, use_learning_rate, write_run
+from posttrain.trainer.run_record import RunFiles
 from posttrain.trainer.saving import save_checkpoint
 from posttrain.trainer.selfcheck import SelfCheck, SelfChecks
 from posttrain.trainer.stops import Stops, guarded
@@ -64,6 +66,7 @@ class Engine(Trainer, abc.ABC):
     args: BaseConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     model: Any  # pyright: ignore[reportIncompatibleVariableOverride]
     model_wrapped: Any
+    data_summary: Mapping[str, Any] = {}  # what became of the rows of each set; leaves say it
     layout: str = "packed"  # set by the leaf once the model is probed
     more_self_checks: Sequence[SelfCheck] = ()  # of a method, beside those that all share
 
@@ -88,9 +91,9 @@ class Engine(Trainer, abc.ABC):
             backend=DynamoBackend.NO
         )  # layers are compiled, not all
         self.tuning = Tuning(model, args)
-        self.recovery, self.stops = Recovery(self), Stops(self)
-        self.selfchecks = SelfChecks(self)
-        for part in (self.tuning, self.stops, self.selfchecks):
+        self.recovery, self.stops, self.selfchecks = Recovery(self), Stops(self), SelfChecks(self)
+        self.run_files, self.cost = RunFiles(self), ModelCost(model)
+        for part in (self.tuning, self.stops, self.selfchecks, self.run_files):
             self.add_callback(part)
         self.loss_is_scaled_for_ga = True
         self.model_accepts_loss_kwargs = False
@@ -145,7 +148,7 @@ class Engine(Trainer, abc.ABC):
         laid = (laid_tokens(e.batch, self.layout, self.args.pad_to_multiple_of) for m in micro for e in m)
         self.tuning.plan(laid, device)
         self.state.num_input_tokens_seen += int(tokens)
-        self.speed.run(tokens)
+        self.speed.run(tokens, self.cost.of(window))
         self.meter.add(layout_metrics(window, self.layout, self.args.pad_to_multiple_of))
         if units == 0:
             logger.warning("step %d has no targets; its weights stay as they are", self.state.global_step + 1)
@@ -233,7 +236,7 @@ class Engine(Trainer, abc.ABC):
         with opened_run(self, asked) as checkpoint:
             if checkpoint is None:
                 set_seed(self.args.seed)
-            self.speed = Speed()
+            self.speed = Speed(peak_flops(self.args.device, bool(self.args.bf16 or self.args.fp16)))
             if self.args.use_cpu:
                 keep_freed_memory()
             return super().train(checkpoint, *args, **kwargs)
@@ -365,19 +368,14 @@ class Engine(Trainer, abc.ABC):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add what the meter holds to a training line: one reduction over the ranks, here and nowhere else."""
         if "loss" in logs:
-            logs.update(self.meter.drain())
+            logs.update(self.meter.drain({"peak_memory_mib": peak_memory(self.args.device)}))
             logs["num_tokens"] = float(self.state.num_input_tokens_seen)
-            logs["tokens_per_second"] = self.speed.drain()
+            logs.update(self.speed.drain())
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """6 operations a weight and token, over the tokens that are really laid."""
-        tokens = sum(piece.batch.num_tokens for piece in inputs["batch"])
-        return 6 * tokens * self._parameters
-
-    @functools.cached_property
-    def _parameters(self) -> int:
-        return parameter_count(self.model)
+        """What the model needs for the tokens that are really laid."""
+        return int(self.cost.of(piece.batch for piece in inputs["batch"]))
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Counted once for the window, in `get_batch_samples`."""

@@ -22,6 +22,7 @@ from posttrain.trainer.experience import Experience
 from posttrain.trainer.loading import check_ids, make_items
 from posttrain.trainer.options import check_sft, sft_row_options
 from posttrain.trainer.randomness import seeded
+from posttrain.trainer.run_record import summarize
 from posttrain.types import LossOutput, Mean, ScoreRequest, TokenBatch
 
 
@@ -115,6 +116,7 @@ class SFTTrainer(Engine):
         self._tokenizer = set_up_tokenizer(tokenizer, args.eos_token, args.pad_token, args.chat_template_path)
         self._formatting_func, self._config = formatting_func, args
         audits = audit_at_start(self._tokenizer, args, model, formatting_func, train_dataset, eval_dataset)
+        self.data_summary = {}
         train_items = None if train_dataset is None else self._items(train_dataset, "train", args.packing)
         eval_items = None
         if isinstance(eval_dataset, dict):
@@ -150,7 +152,10 @@ class SFTTrainer(Engine):
         rows, report = prepare_sft(dataset, self._tokenizer, options, args.dataset_num_proc, name)
         if report.rows_in:  # a stream counts while it flows
             say(report.summary())
-        return make_items(rows, args, packing, name)
+        items = make_items(rows, args, packing, name)
+        found = summarize(report, items, args.max_length if packing else None)
+        self.data_summary = {**self.data_summary, name: found}
+        return items
 
     def eval_items(self, dataset: Any, name: str = "eval") -> RowItems:
         args = self._config
