@@ -65,7 +65,7 @@ def head_scores(given: Operands, targets: Tensor, spec: HeadSpec, request: Score
         spec=spec,
         request=request,
         dtype=product_dtype(weight),
-        chunk=spec.chunk_tokens or _chunk_tokens(weight, spec.memory_bytes - 4 * weight.numel() * early),
+        chunk=spec.chunk_tokens or chunk_tokens(weight, spec.memory_bytes - 4 * weight.numel() * early),
         wanted=wanted,
         early=early,
     )
@@ -101,7 +101,7 @@ CPU_CHUNK_BYTES = 48 << 20
 """Logits a CPU projects at once: products of more rows are no faster there."""
 
 
-def _chunk_tokens(weight: Tensor, memory_bytes: int) -> int:
+def chunk_tokens(weight: Tensor, memory_bytes: int) -> int:
     """Read-outs whose logits fit in the budget; off the CPU, where the softmax is not blocked, with two fp32 copies."""
     each = product_dtype(weight).itemsize * weight.shape[0]
     if weight.device.type == "cpu":
@@ -150,31 +150,47 @@ def _weight_gradient(plan: _Plan, slopes: Tensor, targets: Tensor, *tensors: Any
     return projection.gradients()[_WEIGHT]
 
 
+_ROWWISE = frozenset({0, 3})  # hidden, narrow: the gradient of a row is that of its own log-probability alone
+
+
 class _Deferred(torch.autograd.Function):
-    """Gradient of each log-probability known only in the backward pass: chunks kept within the budget, else
-    recomputed."""
+    """Gradient of each log-probability known only in the backward pass.
+
+    With a frozen head every gradient wanted is a row times the gradient of that row's log-probability, so the row for
+    a gradient of 1 is formed while the chunk's logits are at hand: two products a token, nothing kept but [N, H].
+    Else the chunks are kept within the budget, or projected again.
+    """
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, targets: Tensor, *tensors: Tensor | None) -> Any:
         given = Operands(*tensors)  # pyright: ignore[reportArgumentType]
-        N, V = given.hidden.shape[0], given.weight.shape[0]
+        N, V, grad = given.hidden.shape[0], given.weight.shape[0], any(plan.wanted)
+        rowwise = grad and all(i in _ROWWISE for i, want in enumerate(plan.wanted) if want)
         scores = empty_scores(N, given.hidden.device)
-        projection = Projection(given, plan.dtype, (False,) * len(tensors))
-        keep = any(plan.wanted) and N * V * plan.dtype.itemsize <= plan.spec.memory_bytes
+        projection = Projection(given, plan.dtype, plan.wanted if rowwise else (False,) * len(tensors))
+        ones = torch.ones(N, device=given.hidden.device)
+        keep = grad and not rowwise and N * V * plan.dtype.itemsize <= plan.spec.memory_bytes
         kept = []
         for part in chunks(N, plan.chunk):
             logits = projection.logits(part)
             score_chunk(logits, targets[part], plan.spec, plan.request, part, scores)
-            if keep:
+            if rowwise:
+                projection.add(part, plan.gradient(logits, targets[part], ones[part]))
+            elif keep:
                 kept.append(logits)
-        if any(plan.wanted):
+        if rowwise:
+            ctx.save_for_backward(*projection.gradients())
+        elif grad:
             ctx.save_for_backward(targets, *tensors)
-        ctx.plan, ctx.kept = plan, kept
+        ctx.plan, ctx.kept, ctx.rowwise = plan, kept, rowwise
         ctx.mark_non_differentiable(*scores[1:])
         return scores
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
+        if ctx.rowwise:
+            units = ctx.saved_tensors
+            return None, None, *(None if u is None else (u.float() * grad[:, None]).to(u.dtype) for u in units)
         targets, *tensors = ctx.saved_tensors
         plan: _Plan = ctx.plan
         projection = Projection(Operands(*tensors), plan.dtype, plan.wanted)

@@ -47,7 +47,7 @@ def slope(objective: TokenObjective, logps: Tensor, part: slice) -> tuple[Tensor
     return loss.detach(), found
 
 
-def _row_blocks(logits: Tensor) -> Iterator[slice]:
+def row_blocks(logits: Tensor) -> Iterator[slice]:
     """Blocks of rows for the elementwise part: on a CPU small enough to stay in cache, elsewhere the whole chunk."""
     rows = logits.shape[0]
     if logits.device.type != "cpu":
@@ -70,7 +70,7 @@ def score_chunk(
 ) -> None:
     """Fill the scores of one chunk from its raw logits [n, V]."""
     logps, entropy, top1, mean_logit = (s[part] for s in scores)
-    for rows in _row_blocks(logits):
+    for rows in row_blocks(logits):
         z = final_logits(logits[rows], spec, request.temperature)
         at_target = z.gather(1, targets[rows, None]).squeeze(1)
         log_norm = torch.logsumexp(z, -1)
@@ -84,10 +84,15 @@ def score_chunk(
             entropy[rows] = log_norm - torch.linalg.vecdot(p, z)
 
 
+def log_collision(z: Tensor) -> Tensor:
+    """log Σ_v p_v² of final logits [b, V] → [b]: the log of how likely two tokens drawn from p are the same."""
+    return torch.logsumexp(2 * z, -1) - 2 * torch.logsumexp(z, -1)
+
+
 def logit_gradient(logits: Tensor, targets: Tensor, slopes: Tensor, spec: HeadSpec, temperature: float) -> Tensor:
     """d loss / d raw logits [n, V], written over the raw logits. dz_j = slope · (1[j = t] − p_j), then the chain rule
     through temperature, soft cap and scale."""
-    for rows in _row_blocks(logits):
+    for rows in row_blocks(logits):
         z = final_logits(logits[rows], spec, temperature)
         d = torch.softmax(z, -1).mul_(-slopes[rows, None])
         d.scatter_add_(1, targets[rows, None], slopes[rows, None])
