@@ -129,8 +129,8 @@ class FusedLinearGRPOLoss(nn.Module):
         """
         check_inputs(_input, lin_weight, selected_token_ids, ("_input", "lin_weight", "selected_token_ids"))
         rows = TrainedRows(selected_token_ids, attention_mask.bool())
+        gains = rows.pick(advantages).float()
         known = {
-            "advantages": rows.pick(advantages).float(),
             "old": None if old_per_token_logps is None else rows.pick(old_per_token_logps).float(),
             "ref": self._reference(rows, ref_per_token_logps, ref_input, ref_weight, ref_bias),
             "correction": None if vllm_is_ratio is None else rows.pick(vllm_is_ratio).float(),
@@ -142,14 +142,13 @@ class FusedLinearGRPOLoss(nn.Module):
             part = {name: None if x is None else x[index] for name, x in known.items()}
             # Each token is a completion of its own here, so the weight of its completion is put on afterwards.
             alone = torch.arange(logps.shape[0], device=logps.device)
-            found = policy_losses(
-                self.loss_type, Sampled(logps, sequence=alone, count=len(alone), **part), self.options
-            )
+            tokens = Sampled(logps, gains[index], alone, len(alone), **part)
+            found = policy_losses(self.loss_type, tokens, self.options)
             return (found / lengths[index] if self.row.average else found) / divisor
 
         request = ScoreRequest(objective=objective if self.alone else None, temperature=self.temperature)
         scores = rows.score(_input, lin_weight, bias, self.spec, request)
-        tokens = Sampled(scores.logps, sequence=rows.row, count=rows.count, **known)
+        tokens = Sampled(scores.logps, gains, rows.row, rows.count, **known)
         if scores.total is not None:
             loss = scores.total
         else:
