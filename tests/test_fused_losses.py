@@ -344,3 +344,52 @@ def test_a_sharded_weight_is_refused():
 def test_the_public_module_has_the_same_names():
     assert posttrain.losses.__all__ == fused.__all__
     assert all(getattr(posttrain.losses, name) is getattr(fused, name) for name in fused.__all__)
+
+
+# ---- two processes ---------------------------------------------------------------------------------------------------
+
+
+def averaged_gradients(name: str, strategy: str) -> list[torch.Tensor]:
+    """On a rank: gradients of the head's weight and of a layer below, by DDP or FSDP2, of this rank's rows."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    model: Any = Model(name)
+    if strategy == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        fully_shard(model)
+    rows = slice(0, 2) if dist.get_rank() == 0 else slice(2, 5)  # uneven ranks
+    model(rows).backward()
+    found = [p.grad for p in model.parameters()]
+    return [(g.full_tensor() if strategy == "fsdp2" else g).detach() for g in found]
+
+
+class Model(torch.nn.Module):
+    """A layer and a head, whose forward is a fused loss of some of five rows."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.case = Case(5)
+        g = torch.Generator().manual_seed(9)
+        self.layer = torch.nn.Parameter(torch.randn(H, H, generator=g) * 0.3)
+        self.weight = torch.nn.Parameter(self.case.weight.detach().clone())
+        self.loss = FusedLinearGRPOLoss(beta=0.0, loss_type=name)
+
+    def forward(self, rows: slice) -> torch.Tensor:
+        case = self.case
+        hidden, ids = case.hidden.detach()[rows] @ self.layer, case.target.clamp(min=0)[rows]
+        return self.loss(hidden, self.weight, ids, case.trained.long()[rows], torch.arange(1.0, 6.0)[rows])[0]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("name", ["dapo", "vespo"])
+def test_gradients_averaged_over_uneven_ranks_are_those_of_the_batch(name: str, strategy: str):
+    from pool import POOL
+
+    model = Model(name)
+    model(slice(0, 5)).backward()
+    for found in POOL.run(averaged_gradients, name=name, strategy=strategy):
+        for gradient, parameter in zip(found, model.parameters(), strict=True):
+            assert torch.allclose(gradient, parameter.grad, atol=1e-6) and parameter.grad.abs().max() > 1e-3
