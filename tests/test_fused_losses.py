@@ -264,6 +264,14 @@ def test_products_are_in_the_autocast_dtype(monkeypatch: pytest.MonkeyPatch):
     assert seen == {torch.bfloat16} and case.weight.grad.dtype == torch.float32
 
 
+def test_rows_of_one_position():
+    case = Case(2 * P)
+    hidden, target = case.hidden[:, -1:], case.target[:, -1:]
+    loss, (chosen, *_) = FusedLinearDPOLoss(use_ref_model=False)(case.weight, hidden, target, case.bias)
+    loss.backward()
+    assert torch.allclose(chosen.double(), case.logps()[:P, -1]) and case.hidden.grad[:, -1].abs().sum() > 0
+
+
 def test_an_empty_completion_is_a_finite_zero():
     case = Case(2 * P)
     case.target[0] = IGNORED

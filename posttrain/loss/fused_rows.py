@@ -43,7 +43,7 @@ class TrainedRows:
 
     def pick(self, x: Tensor) -> Tensor:
         """[B, T, …] → [N, …]; [B, 1] and [B] count for all positions of the row."""
-        if x.ndim == 1 or x.shape[1] == 1:
+        if x.ndim == 1 or (x.ndim == 2 and x.shape[1] == 1):
             return x.reshape(self.count)[self.row]
         return x[self.row, self.position]
 
