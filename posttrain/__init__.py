@@ -25,6 +25,7 @@ _ROOMS = {
         "parse_response",
         "supports_tool_calling",
     ],
+    "posttrain.loss.fused": ["FusedLinearDPOLoss", "FusedLinearGRPOLoss", "FusedLinearJSDLoss", "FusedLinearKTOLoss"],
     "posttrain.model.config": ["ModelConfig"],
     "posttrain.model.adapters": ["get_peft_config", "get_quantization_config"],
     "posttrain.trainer.cloning": ["clone_chat_template"],
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
         parse_response,
         supports_tool_calling,
     )
+    from posttrain.loss.fused import FusedLinearDPOLoss, FusedLinearGRPOLoss, FusedLinearJSDLoss, FusedLinearKTOLoss
     from posttrain.model.adapters import get_peft_config, get_quantization_config
     from posttrain.model.config import ModelConfig
     from posttrain.model.reference import create_reference_model
