@@ -24,6 +24,7 @@ from data_fixtures import CHATML, byte_tokenizer
 from tiny import tiny_model, token_rows
 
 from posttrain.cli.commands import COMMANDS
+from posttrain.cli.origins import take_switches
 from posttrain.cli.parse import index, parse, read_command_line, refuse_unknown
 from posttrain.cli.schema import Option, stored
 
@@ -171,7 +172,7 @@ def test_the_readme_shows_the_two_commands():
 
 
 def commands() -> list[str]:
-    """Every `posttrain sft …`, `merge …` and `inspect …` of the pages, as it would be typed."""
+    """Every command of the pages that takes fields, as it would be typed."""
     shown = [*blocks(""), *blocks("bash")]
     # A variable of the shell stands for a number.
     codes = (re.sub(r'"?\$\w+"?', "1", b.code.replace("\\\n", " ")) for b in shown)
@@ -184,7 +185,8 @@ def test_commands_have_flags_that_exist(line: str):
     tokens = shlex.split(line, comments=True)
     name = next(token for token in tokens if token in COMMANDS)
     known = index(stored(name))
-    given = read_command_line(tokens[tokens.index(name) + 1 :], known)
+    args, _ = take_switches(tokens[tokens.index(name) + 1 :])
+    given = read_command_line(args, known)
     refuse_unknown(given.unknown, known)
 
 
