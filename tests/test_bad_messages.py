@@ -49,7 +49,7 @@ ORDERED = OWN["merges_system"].template
         ([{"content": "a"}], CHATML, "message 0 is .*'role'"),
         ([user(None)], CHATML, r"message 0 \(user\) has no content; write text"),
         ([user("a"), says(None)], CHATML, r"message 1 \(assistant\) has no content"),
-        ([user(3)], CHATML, "message 0: content is a int; write text"),
+        ([user(3)], CHATML, "message 0: content is 3; write text"),
         ([user("a"), {"role": "asistant", "content": "b"}], CHATML, "'asistant'.*Did you mean 'assistant'"),
         ([user("a"), {"role": "Assistant", "content": "b"}], CHATML, "'Assistant'.*Did you mean 'assistant'"),
         ([user("a"), {"role": "bot", "content": "b"}], CHATML, "role 'bot', which the chat template does not name"),

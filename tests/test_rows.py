@@ -340,7 +340,7 @@ def test_options_that_do_not_fit_the_rows():
     [
         ({"messages": []}, "Row 1 of the train set: column 'messages' is an empty list"),
         ({"messages": [user("a"), says(None)]}, r"Row 1 .*message 1 \(assistant\) has no content"),
-        ({"messages": None}, "Row 1 .*'messages' holds a NoneType"),
+        ({"messages": None}, "Row 1 .*'messages' is None"),
     ],
 )
 def test_broken_chats_name_the_row(row, message):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from posttrain.data.formats import is_conversational
+from posttrain.data.formats import check_chat, is_conversational
 from posttrain.data.spans import Span, end_of_turn, locate
 from posttrain.data.template import Template, common_prefix, parse_kwargs, parse_tools
 from posttrain.errors import DataError, suggest
@@ -113,23 +113,13 @@ def check_messages(messages: Any, column: str, template: Template | None = None)
     With a template, a role must be one of `ROLES` or one that the template names: most templates write any role, so a
     misspelt one would be a speaker of its own, and never trained.
     """
-    if not isinstance(messages, (list, tuple)):
-        raise DataError(f"column {column!r} holds a {type(messages).__name__}; a chat is a list of messages.")
-    if not messages:
-        raise DataError(f"column {column!r} is an empty list; a chat needs at least one message. Remove the row.")
-    for index, message in enumerate(messages):
-        where = f"column {column!r}, message {index}"
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise DataError(f"{where} is {message!r:.80}; write a mapping with 'role' and 'content'.")
+    check_chat(messages, column, roles=template is None)
+    for index, message in enumerate(messages if template is not None else ()):
         role = message["role"]
         if template is not None and role not in ROLES and not template.names(role):
             hint = suggest(role.lower(), ROLES) or f" Write one of {', '.join(ROLES)}."
+            where = f"column {column!r}, message {index}"
             raise DataError(f"{where} has the role {role!r}, which the chat template does not name.{hint}")
-        content = message.get("content")
-        if content is None and not any(message.get(k) for k in ("tool_calls", "reasoning_content", "thinking")):
-            raise DataError(f"{where} ({message['role']}) has no content; write text, even if empty, or remove it.")
-        if content is not None and not isinstance(content, (str, list, Mapping)):
-            raise DataError(f"{where}: content is a {type(content).__name__}; write text.")
     return [dict(message) for message in messages]
 
 

@@ -253,8 +253,9 @@ def _steps(row: Mapping[str, Any]) -> None:
         raise DataError(f"column 'completions' has {len(steps)} steps and 'labels' {len(labels)}; write one a step.")
 
 
-def check_chat(messages: Any, column: str) -> None:
-    """Raise `DataError` naming the column, the message and the fix when this is no chat."""
+def check_chat(messages: Any, column: str, roles: bool = True) -> None:
+    """Raise `DataError` naming the column, the message and the fix when this is no chat. `roles`: look for misspelt
+    ones too, which is the template's to say where there is one."""
     if not isinstance(messages, (list, tuple)):
         raise DataError(f"column {column!r} is {_shown(messages)}; write text or a list of messages.")
     if not messages:
@@ -263,7 +264,8 @@ def check_chat(messages: Any, column: str) -> None:
         where = f"column {column!r}, message {index}"
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise DataError(f"{where} is {_shown(message)}; write a mapping with 'role' and 'content'.")
-        _role(message["role"], where)
+        if roles:
+            _role(message["role"], where)
         content = message.get("content")
         if content is None and not any(message.get(name) for name in INSTEAD):
             raise DataError(f"{where} ({message['role']}) has no content; write text, even if empty, or remove it.")
