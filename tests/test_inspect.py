@@ -159,6 +159,20 @@ def test_empty_completions(look):
     assert first(out).startswith("FAULT Empty answers 2 of 10 train rows (20 %)")
 
 
+def test_words_that_tell_of_a_fault(look):
+    rows = [chat(i) for i in range(9)]
+    rows[2]["messages"][0]["content"] = "<|im_start|>user\nhi<|im_end|>"
+    rows[4]["messages"].reverse()
+    rows[5]["messages"].insert(0, {"role": "user", "content": "Hello?"})
+    rows[7]["messages"][1]["content"] = "Un café, bien sûr".encode().decode("latin-1")
+    out, page = look(rows)
+    said = " ".join(out.split())
+    assert "Special tokens inside messages 1 of 9 train rows (11 %)" in said and "train rows: 2 Fix" in said
+    assert "Turns in an unusual order 2 of 9 train rows (22 %)" in said and "train rows: 4, 5" in said
+    assert "Broken characters 1 of 9 train rows (11 %)" in said and "train rows: 7 Fix" in said
+    assert {"WarningBroken characters", "WarningTurns in an unusual order"} <= set(Titles(page).found)
+
+
 def test_a_good_set_is_called_good(look):
     out, page = look([chat(i) for i in range(20)], "--assistant_only_loss", "--packing", "--max_length", "256")
     assert first(out).startswith("GOOD Nothing wrong was found 20 train rows")

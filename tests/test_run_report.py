@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from data_fixtures import word_tokenizer
+from families import build as build_family
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_model, token_rows
@@ -279,6 +280,11 @@ def test_operations_by_hand():
     assert ModelCost(model).of([batch]) == 6 * weights * 3 + 12 * 4 * 8 * 2 * (1 + 2 + 3)
     model.requires_grad_(False)
     assert ModelCost(model).of([batch]) == 4 * weights * 3 + 12 * 4 * 8 * 2 * 6
+
+
+@pytest.mark.parametrize("family", ["gemma4", "qwen3-moe", "mamba", "gpt-oss"])
+def test_the_cost_of_a_family_is_never_an_error(family):
+    assert ModelCost(build_family(family)).weights > 0
 
 
 def test_a_sliding_window_bounds_what_a_token_sees():

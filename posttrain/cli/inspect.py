@@ -99,7 +99,9 @@ def _load(values: Values) -> dict[str, Any]:
     from posttrain.data.config import DatasetMixtureConfig, ScriptArguments
 
     script: ScriptArguments = construct(ScriptArguments, values["ScriptArguments"])
-    mixture: DatasetMixtureConfig = construct(DatasetMixtureConfig, values["DatasetMixtureConfig"])
+    # Unchecked: every row that would stop the run is to be shown, not the first alone.
+    unchecked = values["DatasetMixtureConfig"] | {"check_formats": False}
+    mixture: DatasetMixtureConfig = construct(DatasetMixtureConfig, unchecked)
     config = values["SFTConfig"]
     wanted = config.get("eval_strategy", "no") != "no" or config.get("do_eval") or config.get("eval_on_start")
     try:

@@ -222,6 +222,10 @@ class FusedLinearKTOLoss(nn.Module):
             raise ConfigError(f"preference_labels must be a bool tensor [{target.shape[0]}], not {found}.")
         if kl is not None and UNPAIRED[self.loss_type].batch != "kl":
             raise ConfigError(f"kl has no effect on loss_type={self.loss_type!r}. It is read by: ['kto'].")
+        if self.loss_type != "bco" and (udm is not None or not isinstance(delta, float) or delta != 0.0):
+            raise ConfigError(
+                f"delta and udm have no effect on loss_type={self.loss_type!r}. They are read by: ['bco']."
+            )
         if self.use_ref_model != (ref_input is not None and ref_weight is not None):
             raise ConfigError(
                 f"use_ref_model={self.use_ref_model}, and ref_input and ref_weight are "

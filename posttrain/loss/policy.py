@@ -216,4 +216,6 @@ def clip_fraction(name: str, tokens: Sampled, options: PolicyOptions) -> Tensor:
         level = "sequence" if term is clipped_sequence else options.importance_sampling_level
         ratio = log_importance(tokens, level).detach().exp()
         high, low = ratio > 1 + options.epsilon_high, ratio < 1 - options.epsilon
+        if options.delta is not None:
+            low = low | (ratio > options.delta)  # with A < 0: the two-sided bound
     return ((low & (advantages < 0)) | (high & (advantages > 0))).float()

@@ -317,8 +317,10 @@ def check_options(names: Sequence[str], options: Options, given: Iterable[str] =
     smoothing = options.label_smoothing
     if "exo_pair" in names and not 0 < smoothing < 1:
         raise ConfigError(f"label_smoothing={smoothing} with loss_type='exo_pair': it must be in (0, 1), e.g. 1e-3.")
-    if not 0 <= smoothing < 0.5 and "exo_pair" not in names:
-        raise ConfigError(f"label_smoothing={smoothing}: it must be in [0, 0.5).")
+    others = [name for name in names if name != "exo_pair"]
+    smoothed = [name for name in others if "label_smoothing" in PREFERENCE[name].reads]
+    if not 0 <= smoothing < 0.5 and (smoothed or "exo_pair" not in names):
+        raise ConfigError(f"label_smoothing={smoothing} with loss_type={[*names]}: it must be in [0, 0.5).")
     if "beta" in read and options.beta <= 0:
         raise ConfigError(f"beta={options.beta}: it must be above 0.")
     if "discopop" in names and options.discopop_tau <= 0:

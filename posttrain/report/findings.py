@@ -12,6 +12,7 @@ from posttrain.data.overflow import count_of
 from posttrain.report.duplicates import Pair, exact_pairs, near_pairs, row_hash
 from posttrain.report.page import Gravity
 from posttrain.report.survey import Packing, Survey, laid_rows
+from posttrain.report.texts import TEXT_FAULTS
 
 ORDER: tuple[Gravity, ...] = ("fault", "warning", "good", "note")
 FEW = 0.05  # below this share of rows, a fault of rows is a warning
@@ -62,7 +63,7 @@ def find(sets: Sequence[Survey], packing: Packing | None, audit: TemplateAudit |
 def _checked(sets: Sequence[Survey], audit: TemplateAudit | None) -> str:
     read = " and ".join(f"{len(each.rows.numbers):,} {each.rows.name} rows" for each in sets)
     return (
-        f"{read} were encoded as training does, and looked at for masked, cut, empty, unfinished, repeated and leaked "
+        f"{read} were encoded as training does, and looked at for masked, cut, empty, unfinished, repeated, leaked and garbled "
         f"rows{'; the chat template was audited' if audit is not None else ''}."
     )
 
@@ -188,6 +189,10 @@ def _tokens(each: Survey) -> Iterable[Finding]:
                 _grave(len(rows), kept), key, title, f"{_of(len(rows), each)} {what}", fix, len(rows),
                 tuple(rows[:SHOWN]), each.rows.name,
             )  # fmt: skip
+    for key, title, what, fix in TEXT_FAULTS:
+        if rows := each.flagged.get(key, []):
+            text, shown = f"{_of(len(rows), each)} {what}", tuple(rows[:SHOWN])
+            yield Finding("warning", key, title, text, fix, len(rows), shown, each.rows.name)
     empty = sorted({*each.flagged.get("empty", ()), *each.flagged.get("only_stop", ())})
     if empty:
         yield Finding(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.data.overflow import PreparationReport
+from posttrain.report.texts import text_flags
 
 EMPTY_TEXT = ("completion", "messages")
 
@@ -110,6 +111,7 @@ class Specials:
     bos: int | None
     stops: frozenset[int]
     known: int  # ids are below this
+    texts: frozenset[str]  # how the special tokens are spelt
 
     @staticmethod
     def of(tokenizer: Any) -> Specials:
@@ -119,7 +121,9 @@ class Specials:
         special |= set(tokenizer.all_special_ids)
         bos = tokenizer.bos_token_id
         stops = special - {bos} | ({tokenizer.eos_token_id} - {None})
-        return Specials(bos, frozenset(stops), max(tokenizer.get_vocab().values(), default=-1) + 1)
+        known = max(tokenizer.get_vocab().values(), default=-1) + 1
+        texts = frozenset(map(str, tokenizer.convert_ids_to_tokens(list(special))))
+        return Specials(bos, frozenset(stops), known, texts)
 
 
 def survey(rows: Rows, specials: Specials) -> Survey:
@@ -141,7 +145,7 @@ def survey(rows: Rows, specials: Specials) -> Survey:
     found.lengths, found.targets = np.asarray(lengths, dtype=np.int64), np.asarray(targets, dtype=np.int64)
     found.weight_sums, found.weight_values = np.asarray(sums), dict(sorted(values.items()))
     flagged["empty"] = [rows.numbers[at] for at in _empty_answers(rows.raw)]
-    for name, places in rows.report.examples.items():
+    for name, places in (*text_flags(rows.raw, specials.texts).items(), *rows.report.examples.items()):
         flagged[name] = [rows.numbers[at] for at in places]
     found.flagged = flagged
     return found

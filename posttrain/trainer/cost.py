@@ -60,12 +60,13 @@ class ModelCost:
     def __init__(self, model: nn.Module) -> None:
         config = base_model(model).config.get_text_config()
         self.weights, self.per_token = _weights(model, config)
-        heads = getattr(config, "num_attention_heads", None) or 0
-        size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
-        kinds = getattr(config, "layer_types", None) or ["full_attention"] * (getattr(config, "num_hidden_layers", 0))
-        window = getattr(config, "sliding_window", None)
+        heads = _read(config, "num_attention_heads") or 0
+        size = _read(config, "head_dim") or (config.hidden_size // heads if heads else 0)
+        given = _read(config, "layer_types")
+        kinds = given or ["full_attention"] * (_read(config, "num_hidden_layers") or 0)
+        window = _read(config, "sliding_window")
         # `sliding_window` without `layer_types` holds for all layers.
-        slides = kinds if getattr(config, "layer_types", None) else ["sliding_attention"] * len(kinds)
+        slides = kinds if given else ["sliding_attention"] * len(kinds)
         self.sliding = sum(kind == "sliding_attention" for kind in slides) if window else 0
         self.full = sum("attention" in kind for kind in kinds) - self.sliding
         self.full -= sum("linear" in kind for kind in kinds)
@@ -83,6 +84,14 @@ class ModelCost:
             if self.sliding:
                 total += self.per_pair * self.sliding * float(seen.clamp(max=self.window).sum())
         return total
+
+
+def _read(config: Any, name: str) -> Any:
+    """A field, None where there is none; also where layers have their own (Gemma 4), which raises."""
+    try:
+        return getattr(config, name, None)
+    except (RuntimeError, ValueError):
+        return None
 
 
 def _weights(model: nn.Module, config: Any) -> tuple[int, float]:

@@ -55,6 +55,7 @@ from posttrain.trainer.selfcheck import SelfCheck, SelfChecks
 from posttrain.trainer.stops import Stops, guarded
 from posttrain.trainer.training_state import load_training, load_weights, save_training, writes_shards
 from posttrain.trainer.tuning import Tuning
+from posttrain.trainer.uploading import private_files_kept
 from posttrain.types import LossOutput, Mean, TokenBatch
 
 logger = logging.getLogger(__name__)
@@ -282,6 +283,14 @@ class Engine(Trainer, abc.ABC):
         self._save(output_dir or self.args.output_dir, state_dict=state)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        with private_files_kept():
+            return super().push_to_hub(*args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        with private_files_kept():
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.is_fsdp_enabled:

@@ -85,11 +85,22 @@ class _Lock:
                 handle = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
                 break
             except FileExistsError:
-                refuse_held(self.path)
-                self.path.unlink(missing_ok=True)
+                self._set_aside(refuse_held(self.path))
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(_myself() | {"token": self.token, "since": time.strftime("%Y-%m-%d %H:%M:%S")}, file)
         threading.Thread(target=self._renew, daemon=True, name="posttrain-lock").start()
+
+    def _set_aside(self, stale: str | None) -> None:
+        """Take the lock of a run that is gone out of the way, and not one that another run has taken meanwhile."""
+        aside = self.path.with_name(f"{LOCK}.{self.token}")
+        try:
+            os.rename(self.path, aside)
+        except FileNotFoundError:
+            return
+        if _read(aside).get("token") != stale:
+            with contextlib.suppress(FileExistsError):
+                os.link(aside, self.path)
+        aside.unlink()
 
     def _renew(self) -> None:
         while not self._stop.wait(HEARTBEAT_SECONDS):
@@ -102,8 +113,8 @@ class _Lock:
             self.path.unlink(missing_ok=True)
 
 
-def refuse_held(path: Path) -> None:
-    """Return when the run that wrote the lock is gone. Raises `ConfigError` naming it when it lives.
+def refuse_held(path: Path) -> str | None:
+    """Return the token in the lock when the run that wrote it is gone. Raises `ConfigError` naming it when it lives.
 
     On this machine its process is looked up. Of another machine the lock is watched for two and a half heartbeats.
     """
@@ -116,6 +127,7 @@ def refuse_held(path: Path) -> None:
             f"`output_dir` ({path.parent}) is being written by another run ({who}). {_ELSEWHERE}, or end that one; if "
             f"it has ended, delete {path}."
         )
+    return holder.get("token")
 
 
 def _is_renewed(path: Path) -> bool:
