@@ -123,6 +123,17 @@ def test_a_resumed_run_keeps_the_budget(tmp_path: Any):
     assert again.recovery.budget == first.recovery.budget is not None
 
 
+def test_the_users_budget_beats_that_of_the_log():
+    measured = [{"event": "memory_budget", "max_tokens_per_forward": 8000}]
+    for field, limit in ((1000, 1000), (9000, 9000), (None, 8000)):
+        recovery = sft(max_tokens_per_forward=field).recovery
+        recovery.start(measured)
+        assert recovery.limit([]) == limit
+    recovery = sft(max_tokens_per_forward=1000).recovery
+    recovery.budget = 10  # memory ran out since
+    assert recovery.limit([]) == 10
+
+
 def test_a_row_that_does_not_fit_is_named():
     trainer = sft(rows=Dataset.from_list([{"input_ids": [3, 4, 5]}, {"input_ids": list(range(3, 63))}]), max_steps=1)
     inject(trainer, "backward", 20)

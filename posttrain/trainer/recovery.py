@@ -80,11 +80,13 @@ class Recovery:
         self.held, self.losses, self._rng = [], [], None
 
     def start(self, history: list[dict[str, Any]]) -> None:
-        """A run begins; one that is resumed with the budget that it had found, as its checkpoint's log tells."""
+        """A run begins; one that is resumed with the budget that it had found, as its checkpoint's log tells. The
+        user's field beats that: a larger device may have more, and after an `OutOfMemoryError` less is asked for."""
+        asked = self.engine.args.max_tokens_per_forward
         found = [line["max_tokens_per_forward"] for line in history if line.get("event") in _EVENTS]
-        self.budget = found[-1] if found else None
+        self.budget = found[-1] if found and asked is None else None
         memory = self.memory()
-        measured = self._replays or self.engine.args.max_tokens_per_forward is not None or bool(found)
+        measured = self._replays or asked is not None or bool(found)
         self._probe = None if measured or memory is None else Probe(memory)
         self._measured_at = self.engine.state.global_step + MEASURED_STEP
 
@@ -92,7 +94,10 @@ class Recovery:
         """Tokens of a forward, at most. Few while memory is being measured."""
         if self._probe is not None:
             return first_pieces(window)
-        return self.budget or self.engine.args.max_tokens_per_forward
+        return min(self._budgets(), default=None)
+
+    def _budgets(self) -> list[int]:
+        return [budget for budget in (self.budget, self.engine.args.max_tokens_per_forward) if budget]
 
     def run(self, model: Any, pieces: list[Experience]) -> Tensor:
         """Forward and backward of one micro-batch, piece by piece. [] its share of the step's loss."""
@@ -227,13 +232,13 @@ class Recovery:
 
     def ended(self, failed: _Failure | None = None, text: str = "") -> str:
         """What to say when memory ran out and the step cannot be run again."""
-        step, budget = self.engine.state.global_step + 1, self.engine.args.max_tokens_per_forward
+        step = self.engine.state.global_step + 1
         failed = failed or self._at
         head = f"step {step}, rank {rank()}: out of memory"
         if failed is None:
             return f"{head} before the first forward ({text})."
         tokens = failed.piece.batch.num_tokens
-        smaller = max(1, min(tokens, budget or tokens) // 2)
+        smaller = max(1, min([tokens, *self._budgets()]) // 2)
         return (
             f"{head} in the {failed.part} of {tokens} tokens, rows {shown(failed.piece.batch.source)} of the training "
             f"set ({failed.text or text}). Other ranks may have used a part of it, so it is not run again. The last "
