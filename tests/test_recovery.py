@@ -153,6 +153,21 @@ def test_out_of_memory_in_the_optimizer_ends_the_run(monkeypatch: pytest.MonkeyP
         run(trainer)
 
 
+def test_out_of_memory_in_evaluation_is_not_told_of_training_rows():
+    trainer = sft(eval_rows=token_rows(4), eval_strategy="steps", eval_steps=1)
+    own = trainer.loss_step
+
+    def loss_step(model: Any, exp: Any) -> Any:
+        if not torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return own(model, exp)
+
+    trainer.loss_step = loss_step
+    with pytest.raises(OutOfMemoryError, match=r"in: evaluation .*lower `per_device_eval_batch_size`") as raised:
+        run(trainer)
+    assert "rows" not in str(raised.value)
+
+
 def test_other_errors_are_not_taken_for_it():
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"))

@@ -340,6 +340,7 @@ class Engine(Trainer, abc.ABC):
         """The same two halves without grad. The loss is Σ total / Σ units over the whole set, whatever the batch
         size."""
         self.speed.stand()
+        self.stops.at("evaluation")
         model = self._evaluation_model(dataloader)
         training_window, training_meter = self.window, self.meter
         self.window, self.meter = Window(units=0.0, measure=True), Meter()

@@ -109,6 +109,7 @@ class Recovery:
         while total is None:
             self._rewind(model, before)
             total = self._attempt(model, self.held)
+        self._at = None  # what fails from here on is no piece of this
         return total
 
     def _attempt(self, model: Any, micro_batches: list[list[Experience]]) -> Tensor | None:
@@ -236,7 +237,9 @@ class Recovery:
         failed = failed or self._at
         head = f"step {step}, rank {rank()}: out of memory"
         if failed is None:
-            return f"{head} before the first forward ({text})."
+            phase = self.engine.stops.phase
+            less = "`per_device_eval_batch_size`" if phase == "evaluation" else "`max_tokens_per_forward`"
+            return f"{head} outside of a training pass, in: {phase} ({text}). Set a lower {less}, or save memory."
         tokens = failed.piece.batch.num_tokens
         smaller = max(1, min([tokens, *self._budgets()]) // 2)
         return (
