@@ -200,6 +200,19 @@ def test_a_step_that_is_not_finite_names_and_saves_its_rows(tmp_path: Path):
     assert sum(batch.num_sequences for batch in load_failed(folder)) == 4
 
 
+def test_a_step_that_is_not_finite_is_told_whatever_else_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("basic_ios::clear: iostream error")
+
+    def out_of_memory(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(torch.autograd, "grad", out_of_memory)
+    with pytest.raises(NonFiniteError, match=r"tried one by one \(OutOfMemory.*could not be saved .*iostream"):
+        poisoned(output_dir=str(tmp_path)).train()
+
+
 def test_a_folder_without_rows_is_an_error(tmp_path: Path):
     with pytest.raises(ConfigError, match="failed-step-N"):
         load_failed(tmp_path)
