@@ -18,7 +18,7 @@ from tiny import tiny_model
 from transformers import TrainerCallback
 
 from posttrain.errors import ConfigError, NonFiniteError
-from posttrain.parallel.ranks import gather_objects, rank
+from posttrain.parallel.ranks import gather_objects, on_every_rank, rank
 from posttrain.trainer import stops
 from posttrain.trainer.failed import load_failed, replay_failed
 
@@ -132,6 +132,35 @@ def test_a_rank_that_fails_ends_the_other():
         POOL.run(fail_alone)
 
 
+class NoWayBack(Exception):
+    """Pickles, and cannot be read back."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} of {two}")
+
+
+def look_before(error: Exception | None) -> str:
+    def look() -> int:
+        if rank() == 1 and error is not None:
+            raise error
+        if rank() == 1 and error is None:
+            raise NoWayBack(1, 2)
+        return rank()
+
+    try:
+        on_every_rank(look)
+    except Exception as raised:
+        return f"{type(raised).__name__}: {raised}"
+    return "nothing"
+
+
+def test_an_error_of_one_rank_is_raised_on_both():
+    assert POOL.run(look_before, error=OSError(5, "bad disk")) == ["OSError: [Errno 5] bad disk"] * 2
+    assert POOL.run(look_before, error=None) == ["RuntimeError: rank 1: NoWayBack: 1 of 2"] * 2
+    with pytest.raises(NoWayBack):  # one process: as it was raised
+        on_every_rank(lambda: (_ for _ in ()).throw(NoWayBack(1, 2)))
+
+
 def hang() -> None:
     trainer = sft(ddp_timeout=3)
     if rank() == 1:
@@ -208,7 +237,7 @@ def test_a_step_that_is_not_finite_is_told_whatever_else_fails(tmp_path: Path, m
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(torch, "save", full)
-    monkeypatch.setattr(torch.autograd, "grad", out_of_memory)
+    monkeypatch.setattr("posttrain.trainer.failed._alone", out_of_memory)
     with pytest.raises(NonFiniteError, match=r"tried one by one \(OutOfMemory.*could not be saved .*iostream"):
         poisoned(output_dir=str(tmp_path)).train()
 

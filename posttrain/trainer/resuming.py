@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ from transformers.trainer_callback import ExportableState
 
 from posttrain.data.sampling import RowItems
 from posttrain.data.stream import StreamItems
-from posttrain.errors import ConfigError, PosttrainError
+from posttrain.errors import ConfigError
 from posttrain.model.adapters import is_adapted
 from posttrain.model.load import base_model
 from posttrain.parallel.params import parameter_shapes
-from posttrain.parallel.ranks import gather_objects, rank, say, world_size
+from posttrain.parallel.ranks import gather_objects, on_every_rank, rank, say, world_size
 from posttrain.trainer.checkpoints import find_checkpoint, refuse_damaged, refuse_other_strategy
 from posttrain.trainer.folder import owned, refuse_anothers
 from posttrain.trainer.loading import order_seed
@@ -59,35 +59,23 @@ def opened_run(trainer: Any, asked: str | bool | None) -> Iterator[str | None]:
     with contextlib.ExitStack() as stack:
         if saves:
             needed = _weight_bytes(trainer.model)
-            _agreed(lambda: stack.enter_context(owned(folder, needed)) if args.should_save else None)
-        checkpoint = _agreed(lambda: find_checkpoint(asked, args.output_dir) if rank() == 0 else None)[0]
+            on_every_rank(lambda: stack.enter_context(owned(folder, needed)) if args.should_save else None)
+        found = on_every_rank(lambda: find_checkpoint(asked, args.output_dir) if rank() == 0 else None)
+        checkpoint = gather_objects(found)[0]
         at_home = checkpoint is not None and Path(checkpoint).resolve().parent == folder.resolve()
         if saves and first and not at_home and not args.overwrite_output_dir:
-            _agreed(lambda: refuse_anothers(folder) if rank() == 0 else None)
-        record = describe(trainer) if saves or checkpoint is not None else None
+            on_every_rank(lambda: refuse_anothers(folder) if rank() == 0 else None)
+        record = on_every_rank(lambda: describe(trainer)) if saves or checkpoint is not None else None
         if checkpoint is not None:
-            _agreed(lambda: refuse_damaged(Path(checkpoint), _my_damage(checkpoint, args)))
-            refuse_other_strategy(checkpoint, trainer.is_deepspeed_enabled, world_size())
-            _agreed(lambda: compare(trainer, Path(checkpoint), record))
-            restore(trainer, Path(checkpoint))
+            deepspeed = trainer.is_deepspeed_enabled
+            on_every_rank(lambda: refuse_damaged(Path(checkpoint), _my_damage(checkpoint, args)))
+            on_every_rank(lambda: refuse_other_strategy(checkpoint, deepspeed, world_size()))
+            on_every_rank(lambda: compare(trainer, Path(checkpoint), record))
+            on_every_rank(lambda: restore(trainer, Path(checkpoint)))
         trainer.run_record = record
         yield checkpoint
         if trainer.failed_saves:
             say(f"{len(trainer.failed_saves)} checkpoint(s) could not be saved: steps {trainer.failed_saves}")
-
-
-def _agreed(look: Callable[[], Any]) -> list[Any]:
-    """Call on every rank; the first error is raised on all."""
-    error, value = None, None
-    try:
-        value = look()
-    except PosttrainError as raised:
-        error = raised
-    found = gather_objects((error, value if isinstance(value, (str, type(None))) else None))
-    for error, _ in found:
-        if error is not None:
-            raise error
-    return [value for _, value in found]
 
 
 def _my_damage(checkpoint: str, args: Any) -> list[str]:
