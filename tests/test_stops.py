@@ -193,6 +193,50 @@ def say_where() -> list[str]:
     return said
 
 
+def not_ended() -> list[str]:
+    """What the watch says of ranks that may take their time."""
+    said: list[str] = []
+    trainer = sft()
+    cases = [("data", "data", False), ("end", "data", True), ("forward and backward", "forward and backward", False)]
+
+    def look() -> None:
+        for case, (one, two, over) in enumerate(cases):
+            trainer.stops.at(two if rank() else one)
+            trainer.stops.over = over
+            watch = stops.Watch(trainer.stops, trainer.args)
+            watch._end = lambda text, code, case=case: said.append(f"{case}: {text[:12]}")
+            watch._ask()
+            gather_objects(None)
+            watch._limit = -1.0
+            watch._time()
+            gather_objects(None)
+        trainer.stops.over = False
+
+    trainer.add_callback(At(1, look))
+    trainer.train()
+    assert trainer.stops.over
+    return said
+
+
+def test_ranks_at_one_place_and_an_upload_may_take_their_time():
+    assert POOL.run(not_ended) == [["2: nothing has "], ["2: nothing has "]]
+
+
+def test_a_rank_that_moves_keeps_the_others(monkeypatch: pytest.MonkeyPatch):
+    class Store:
+        moves = 1
+
+        def add(self, key: str, by: int) -> int:
+            return self.moves
+
+    watch = stops.Watch(sft().stops, sft().args)
+    watch._store, watch._limit, now = Store(), 10.0, [0.0]
+    monkeypatch.setattr(stops.time, "monotonic", lambda: now[0])
+    for now[0], moves, still in ((0.0, 1, False), (9.0, 1, False), (11.0, 1, True), (12.0, 2, False), (21.0, 2, False)):
+        Store.moves = moves
+        assert watch._still() == still
+
+
 def test_a_time_out_names_every_rank():
     (one,), (two,) = POOL.run(say_where)
     assert one.startswith("1 nothing has moved for") and "rank 1: step 2, forward and backward" in one

@@ -135,6 +135,7 @@ class Engine(Trainer, abc.ABC):
         self.speed.run(0)
         window = [inputs["batch"] for inputs in (next(epoch_iterator, None) for _ in range(num_batches)) if inputs]
         window += [build_forest([])] * (num_batches - len(window))
+        self.stops.at("preparing the step")  # and no longer at the data, where others may still be
         sources = tuple(s for batch in window for s in batch.source)
         self._set_window(measure=next_step_logs(self.args, self.state), sources=sources)
         micro = self.pieces(window, device)
