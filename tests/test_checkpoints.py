@@ -234,6 +234,9 @@ def test_a_full_disk_loses_nothing_and_is_told(where, tmp_path, capsys):
     assert "checkpoint-1. The next save tries again" in told
     assert "1 checkpoint(s) could not be saved: steps [2]" in told
     assert trainer.failed_saves == [2]
+    told = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    saves = [(line["event"], line["step"]) for line in told if "checkpoint" in line.get("event", "")]
+    assert saves == [("checkpoint", 1), ("checkpoint_failed", 2), ("checkpoint", 3)]
     assert [path.name for path in checkpoints_in(tmp_path)] == ["checkpoint-1", "checkpoint-3"]
     assert not list((tmp_path / STAGING).iterdir())
     bit_equal(whole, run(sft(max_steps=3, **ADAM | {"save_strategy": "no"})))
