@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from posttrain.trainer import folder as folders
 from posttrain.trainer.checkpoints import STAGING, checkpoints_in, find_checkpoint
 from posttrain.trainer.folder import LOCK, owned
 from posttrain.trainer.manifest import MANIFEST, Manifest, damage, files_of, owner_of, read_manifest, write_manifest
+from posttrain.trainer.resuming import use_learning_rate
 
 ADAM: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 1}
 
@@ -455,6 +457,27 @@ def test_another_learning_rate_takes_effect_and_is_told(copied, capsys):
     assert trainer.state.log_history[-2]["learning_rate"] == pytest.approx(1e-4)
     assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
     assert "learning_rate: 0.01 there, 0.0001 here; used from here on" in capsys.readouterr().err
+
+
+def test_what_became_of_the_learning_rate_is_what_is_told(copied, capsys):
+    """By hand: a schedule without `base_lrs`, DeepSpeed, and a saved rate of 0."""
+    cases = [
+        (1e-2, False, 1e-5, "used from here on"),
+        (1e-2, True, 1e-2, "DeepSpeed keeps"),
+        (0.0, False, 1e-2, "of 0"),
+    ]
+    for then, deepspeed, rate, text in cases:
+        (copied / "run.json").write_text(json.dumps({"settings": {"learning_rate": then}}))
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2)
+        trainer = SimpleNamespace(
+            is_deepspeed_enabled=deepspeed,
+            args=SimpleNamespace(learning_rate=1e-5),
+            optimizer=optimizer,
+            lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
+        )
+        use_learning_rate(trainer, str(copied))
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+        assert text in capsys.readouterr().err
 
 
 def test_a_run_that_is_done_takes_no_further_step(copied, capsys):

@@ -169,4 +169,3 @@ def _described(error: BaseException) -> str:
     text = " ".join(str(error).split())
     where = f"rank {rank()}: " if world_size() > 1 else ""
     return f"{where}{type(error).__name__}: {text[:300]}"
-
