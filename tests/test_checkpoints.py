@@ -28,7 +28,7 @@ from posttrain.errors import ConfigError, ModelError
 from posttrain.model.merge import difference, merge_adapter, probe_logits
 from posttrain.parallel.ranks import rank
 from posttrain.trainer import folder as folders
-from posttrain.trainer.checkpoints import STAGING, checkpoints_in, find_checkpoint
+from posttrain.trainer.checkpoints import STAGING, checkpoints_in, find_checkpoint, publish
 from posttrain.trainer.folder import LOCK, owned
 from posttrain.trainer.manifest import MANIFEST, Manifest, damage, files_of, owner_of, read_manifest, write_manifest
 from posttrain.trainer.resuming import use_learning_rate
@@ -100,6 +100,20 @@ def test_a_checkpoint_that_was_whole_but_had_no_name_yet_gets_it(copied):
     newest = copied / "checkpoint-3"
     newest.rename(copied / STAGING / newest.name)
     assert find_checkpoint("last", str(copied), hashes=True) == str(newest)
+
+
+def test_a_checkpoint_that_is_written_anew_takes_the_place_of_the_old_one(copied):
+    (copied / STAGING).mkdir(exist_ok=True)
+    for step, link in ((3, False), (2, True)):
+        final, staged = copied / f"checkpoint-{step}", copied / STAGING / f"checkpoint-{step}"
+        if link:
+            final.rename(copied / "elsewhere")
+            final.symlink_to(copied / "elsewhere")
+        shutil.copytree(copied / "checkpoint-1", staged)
+        publish(staged, final)
+        assert (final / "trainer_state.json").is_file() and not final.is_symlink()
+        assert not list((copied / STAGING).iterdir())
+    assert (copied / "elsewhere" / MANIFEST).is_file()
 
 
 def test_what_was_half_written_is_swept_away_by_the_next_run(copied):
