@@ -19,7 +19,7 @@ from tiny import tiny_model, token_rows
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from posttrain.data.forest import build_forest
-from posttrain.errors import SelfCheckError
+from posttrain.errors import ConfigError, SelfCheckError
 from posttrain.model.attention import FOREST, forest_attention
 from posttrain.parallel.params import whole
 from posttrain.parallel.ranks import rank
@@ -69,6 +69,11 @@ def test_they_are_left_out_by_name():
     trainer = sft(skip_self_checks=["forest", "template"])
     run(trainer)
     assert list(verdicts(trainer)) == ["accumulation", "gradients"]
+
+
+def test_a_misspelt_name_is_refused():
+    with pytest.raises(ConfigError, match=r"`skip_self_checks` holds 'forrest'; the checks are accumulation, .*forest"):
+        sft(skip_self_checks=["forrest"]).train()
 
 
 def test_broken_accumulation_is_found():

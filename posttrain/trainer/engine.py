@@ -233,6 +233,7 @@ class Engine(Trainer, abc.ABC):
         """As `transformers.Trainer.train`; a fresh run starts from `seed`, whatever was drawn before."""
         if self.train_dataset is None:
             raise ConfigError("`train_dataset` is None; give one, or call `evaluate`.")
+        self.selfchecks.refuse_unknown()
         asked = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         with opened_run(self, asked) as checkpoint:
             if checkpoint is None:

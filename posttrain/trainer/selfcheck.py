@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from posttrain.data.forest import build_forest
-from posttrain.errors import SelfCheckError
+from posttrain.errors import ConfigError, SelfCheckError, suggest
 from posttrain.model.load import dropout_of
 from posttrain.parallel.params import whole
 from posttrain.parallel.ranks import all_max, gather_objects, say
@@ -97,6 +97,16 @@ class SelfChecks(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.findings, self._due = [], True
+
+    def refuse_unknown(self) -> None:
+        """Raise `ConfigError` for a name in `skip_self_checks` that is no check's."""
+        known = (*NAMES, *(check.name for check in self.engine.more_self_checks), "all")
+        for name in self.engine.args.skip_self_checks or ():
+            if name not in known:
+                raise ConfigError(
+                    f"`skip_self_checks` holds {name!r}; the checks are {', '.join(known[:-1])}, or all."
+                    f"{suggest(str(name), known)}"
+                )
 
     def write_state(self, folder: Path) -> None:
         """Into a checkpoint, while it is written."""
