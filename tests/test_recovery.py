@@ -16,6 +16,7 @@ from tiny import tiny_model, token_rows
 from posttrain.errors import OutOfMemoryError
 from posttrain.parallel.ranks import rank
 from posttrain.trainer.budget import Probe
+from posttrain.trainer.cost import peak_memory
 from posttrain.trainer.recovery import is_out_of_memory
 
 # Three micro-batches a step, of 4 rows each, of 4 to 12 tokens.
@@ -267,6 +268,31 @@ def test_a_budget_is_measured_and_agreed_under_fsdp2():
     assert max(measured[0][2][-3:]) > 12
     longest = POOL.run(train_measured, sizes=(10**6, 10**6))
     assert all(budget > 5000 for _, budget, _ in longest)
+
+
+def test_peaks_that_the_probe_puts_back_are_in_the_log(monkeypatch: pytest.MonkeyPatch):
+    class Device:
+        now = 0
+
+        def peak(self) -> int:
+            return self.now
+
+        def reset(self) -> None:
+            self.now = 0
+
+        capacity = peak
+
+    device, recovery = Device(), sft().recovery
+    recovery._probe = Probe(device)
+    for of_piece in (5 << 20, 3 << 20):
+        recovery._probe.begin()
+        device.now = of_piece
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda of: device.now)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda of: device.reset())
+    cuda = torch.device("cuda")
+    assert peak_memory(cuda, recovery.highest_peak()) == 5
+    device.now = 2 << 20
+    assert peak_memory(cuda, recovery.highest_peak()) == 2
 
 
 def test_pieces_too_alike_say_nothing():

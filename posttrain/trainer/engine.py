@@ -371,7 +371,8 @@ class Engine(Trainer, abc.ABC):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add what the meter holds to a training line: one reduction over the ranks, here and nowhere else."""
         if "loss" in logs:
-            logs.update(self.meter.drain({"peak_memory_mib": peak_memory(self.args.device)}))
+            peak = peak_memory(self.args.device, self.recovery.highest_peak())
+            logs.update(self.meter.drain({"peak_memory_mib": peak}))
             logs["num_tokens"] = float(self.state.num_input_tokens_seen)
             logs.update(self.speed.drain())
         super().log(logs, start_time)

@@ -71,6 +71,7 @@ class Recovery:
         self._at: _Failure | None = None
         self._probe: Probe | None = None
         self._measured_at = MEASURED_STEP
+        self._highest = 0  # bytes, of the probe that is done, until a line of the log has them
         self.memory: Callable[[], Memory | None] = device_memory
 
     # ---- a step ------------------------------------------------------------------------------------------------------
@@ -89,6 +90,13 @@ class Recovery:
         measured = self._replays or asked is not None or bool(found)
         self._probe = None if measured or memory is None else Probe(memory)
         self._measured_at = self.engine.state.global_step + MEASURED_STEP
+
+    def highest_peak(self) -> int:
+        """Bytes of the highest peak since the last call that the probe put back to nothing; 0 without one."""
+        found, self._highest = self._highest, 0
+        if self._probe is not None:
+            found, self._probe.highest = max(found, self._probe.highest), 0
+        return found
 
     def limit(self, window: list[TokenBatch]) -> int | None:
         """Tokens of a forward, at most. Few while memory is being measured."""
@@ -147,7 +155,7 @@ class Recovery:
         engine = self.engine
         self._at = _Failure(piece, "moving", synchronise, "")
         if self._probe is not None:
-            self._probe.memory.reset()
+            self._probe.begin()
         # Leaving our no_sync leaves the caller's too, so the last piece of a quiet micro-batch asks again.
         quiet = contextlib.nullcontext() if synchronise else engine.accelerator.no_sync(model=model)
         with quiet, engine.tuning.offload():
@@ -255,7 +263,7 @@ class Recovery:
         """Joined by maximum: whether there is news, and the smallest budget."""
         step = self.engine.state.global_step + 1
         if self._probe is not None and step == self._measured_at:
-            self.budget, self._probe = self._probe.budget(), None
+            self._highest, self.budget, self._probe = self._probe.highest, self._probe.budget(), None
             self._events.append({"event": "memory_budget", "step": step, "rank": rank()})
         return [len(self._events), -(self.budget or _UNLIMITED)]
 
