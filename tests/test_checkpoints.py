@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,9 +28,10 @@ from posttrain.errors import ConfigError, ModelError
 from posttrain.model.merge import difference, merge_adapter, probe_logits
 from posttrain.parallel.ranks import rank
 from posttrain.trainer import folder as folders
-from posttrain.trainer.checkpoints import STAGING, checkpoints_in, find_checkpoint
+from posttrain.trainer.checkpoints import STAGING, checkpoints_in, find_checkpoint, publish
 from posttrain.trainer.folder import LOCK, owned
 from posttrain.trainer.manifest import MANIFEST, Manifest, damage, files_of, owner_of, read_manifest, write_manifest
+from posttrain.trainer.resuming import use_learning_rate
 
 ADAM: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 1}
 
@@ -98,6 +100,20 @@ def test_a_checkpoint_that_was_whole_but_had_no_name_yet_gets_it(copied):
     newest = copied / "checkpoint-3"
     newest.rename(copied / STAGING / newest.name)
     assert find_checkpoint("last", str(copied), hashes=True) == str(newest)
+
+
+def test_a_checkpoint_that_is_written_anew_takes_the_place_of_the_old_one(copied):
+    (copied / STAGING).mkdir(exist_ok=True)
+    for step, link in ((3, False), (2, True)):
+        final, staged = copied / f"checkpoint-{step}", copied / STAGING / f"checkpoint-{step}"
+        if link:
+            final.rename(copied / "elsewhere")
+            final.symlink_to(copied / "elsewhere")
+        shutil.copytree(copied / "checkpoint-1", staged)
+        publish(staged, final)
+        assert (final / "trainer_state.json").is_file() and not final.is_symlink()
+        assert not list((copied / STAGING).iterdir())
+    assert (copied / "elsewhere" / MANIFEST).is_file()
 
 
 def test_what_was_half_written_is_swept_away_by_the_next_run(copied):
@@ -234,6 +250,9 @@ def test_a_full_disk_loses_nothing_and_is_told(where, tmp_path, capsys):
     assert "checkpoint-1. The next save tries again" in told
     assert "1 checkpoint(s) could not be saved: steps [2]" in told
     assert trainer.failed_saves == [2]
+    told = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    saves = [(line["event"], line["step"]) for line in told if "checkpoint" in line.get("event", "")]
+    assert saves == [("checkpoint", 1), ("checkpoint_failed", 2), ("checkpoint", 3)]
     assert [path.name for path in checkpoints_in(tmp_path)] == ["checkpoint-1", "checkpoint-3"]
     assert not list((tmp_path / STAGING).iterdir())
     bit_equal(whole, run(sft(max_steps=3, **ADAM | {"save_strategy": "no"})))
@@ -452,6 +471,27 @@ def test_another_learning_rate_takes_effect_and_is_told(copied, capsys):
     assert trainer.state.log_history[-2]["learning_rate"] == pytest.approx(1e-4)
     assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
     assert "learning_rate: 0.01 there, 0.0001 here; used from here on" in capsys.readouterr().err
+
+
+def test_what_became_of_the_learning_rate_is_what_is_told(copied, capsys):
+    """By hand: a schedule without `base_lrs`, DeepSpeed, and a saved rate of 0."""
+    cases = [
+        (1e-2, False, 1e-5, "used from here on"),
+        (1e-2, True, 1e-2, "DeepSpeed keeps"),
+        (0.0, False, 1e-2, "of 0"),
+    ]
+    for then, deepspeed, rate, text in cases:
+        (copied / "run.json").write_text(json.dumps({"settings": {"learning_rate": then}}))
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2)
+        trainer = SimpleNamespace(
+            is_deepspeed_enabled=deepspeed,
+            args=SimpleNamespace(learning_rate=1e-5),
+            optimizer=optimizer,
+            lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
+        )
+        use_learning_rate(trainer, str(copied))
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+        assert text in capsys.readouterr().err
 
 
 def test_a_run_that_is_done_takes_no_further_step(copied, capsys):

@@ -16,6 +16,7 @@ from tiny import tiny_model, token_rows
 from posttrain.errors import OutOfMemoryError
 from posttrain.parallel.ranks import rank
 from posttrain.trainer.budget import Probe
+from posttrain.trainer.cost import peak_memory
 from posttrain.trainer.recovery import is_out_of_memory
 
 # Three micro-batches a step, of 4 rows each, of 4 to 12 tokens.
@@ -123,6 +124,17 @@ def test_a_resumed_run_keeps_the_budget(tmp_path: Any):
     assert again.recovery.budget == first.recovery.budget is not None
 
 
+def test_the_users_budget_beats_that_of_the_log():
+    measured = [{"event": "memory_budget", "max_tokens_per_forward": 8000}]
+    for field, limit in ((1000, 1000), (9000, 9000), (None, 8000)):
+        recovery = sft(max_tokens_per_forward=field).recovery
+        recovery.start(measured)
+        assert recovery.limit([]) == limit
+    recovery = sft(max_tokens_per_forward=1000).recovery
+    recovery.budget = 10  # memory ran out since
+    assert recovery.limit([]) == 10
+
+
 def test_a_row_that_does_not_fit_is_named():
     trainer = sft(rows=Dataset.from_list([{"input_ids": [3, 4, 5]}, {"input_ids": list(range(3, 63))}]), max_steps=1)
     inject(trainer, "backward", 20)
@@ -140,6 +152,21 @@ def test_out_of_memory_in_the_optimizer_ends_the_run(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(type(trainer.optimizer), "step", step)
     with pytest.raises(OutOfMemoryError, match=r"step 1, optimizer step.*some of whose weights may have changed"):
         run(trainer)
+
+
+def test_out_of_memory_in_evaluation_is_not_told_of_training_rows():
+    trainer = sft(eval_rows=token_rows(4), eval_strategy="steps", eval_steps=1)
+    own = trainer.loss_step
+
+    def loss_step(model: Any, exp: Any) -> Any:
+        if not torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return own(model, exp)
+
+    trainer.loss_step = loss_step
+    with pytest.raises(OutOfMemoryError, match=r"in: evaluation .*lower `per_device_eval_batch_size`") as raised:
+        run(trainer)
+    assert "rows" not in str(raised.value)
 
 
 def test_other_errors_are_not_taken_for_it():
@@ -241,6 +268,31 @@ def test_a_budget_is_measured_and_agreed_under_fsdp2():
     assert max(measured[0][2][-3:]) > 12
     longest = POOL.run(train_measured, sizes=(10**6, 10**6))
     assert all(budget > 5000 for _, budget, _ in longest)
+
+
+def test_peaks_that_the_probe_puts_back_are_in_the_log(monkeypatch: pytest.MonkeyPatch):
+    class Device:
+        now = 0
+
+        def peak(self) -> int:
+            return self.now
+
+        def reset(self) -> None:
+            self.now = 0
+
+        capacity = peak
+
+    device, recovery = Device(), sft().recovery
+    recovery._probe = Probe(device)
+    for of_piece in (5 << 20, 3 << 20):
+        recovery._probe.begin()
+        device.now = of_piece
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda of: device.now)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda of: device.reset())
+    cuda = torch.device("cuda")
+    assert peak_memory(cuda, recovery.highest_peak()) == 5
+    device.now = 2 << 20
+    assert peak_memory(cuda, recovery.highest_peak()) == 2
 
 
 def test_pieces_too_alike_say_nothing():

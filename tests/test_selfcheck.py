@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +19,13 @@ from tiny import tiny_model, token_rows
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from posttrain.data.forest import build_forest
-from posttrain.errors import SelfCheckError
+from posttrain.errors import ConfigError, SelfCheckError
 from posttrain.model.attention import FOREST, forest_attention
 from posttrain.parallel.params import whole
 from posttrain.parallel.ranks import rank
+from posttrain.parallel.strategy import Replicated
 from posttrain.trainer import selfcheck
+from posttrain.trainer.experience import Experience
 from posttrain.trainer.selfcheck import SelfCheck, rows_of
 from posttrain.types import Row, Segments
 
@@ -65,6 +69,11 @@ def test_they_are_left_out_by_name():
     trainer = sft(skip_self_checks=["forest", "template"])
     run(trainer)
     assert list(verdicts(trainer)) == ["accumulation", "gradients"]
+
+
+def test_a_misspelt_name_is_refused():
+    with pytest.raises(ConfigError, match=r"`skip_self_checks` holds 'forrest'; the checks are accumulation, .*forest"):
+        sft(skip_self_checks=["forrest"]).train()
 
 
 def test_broken_accumulation_is_found():
@@ -152,6 +161,25 @@ def test_two_ranks(strategy: str):
     for (one, none), (other, found) in zip(plain, checked, strict=True):
         assert not none and found == want
         bit_equal(one, other)
+
+
+@dataclass(frozen=True)
+class Own(Experience):
+    """An experience that is cut and never joined."""
+
+
+def joined_on(sizes: list[list[int]]) -> tuple[bool, list[int]]:
+    """Sizes of the rows of this rank's only micro-batch -> whether it is compared, and the rows of each part."""
+    engine = SimpleNamespace(strategy=Replicated(None), args=SimpleNamespace(device=torch.device("cpu")))
+    rows = [Row(list(range(3, 3 + n)), [1.0] * n) for n in sizes[rank()]]
+    piece = Own(build_forest(rows))
+    joined, apart = selfcheck._joined(engine, [[piece]], list(piece.split(1))[:1])
+    return joined is not None, [unit.batch.num_sequences for unit in apart]
+
+
+def test_ranks_take_as_many_forwards():
+    assert POOL.run(joined_on, sizes=[[4, 5, 6], [4, 5]]) == [(True, [1, 1, 1]), (True, [1, 1, 0])]
+    assert POOL.run(joined_on, sizes=[[4, 5, 6], [4]]) == [(False, [1]), (False, [1])]
 
 
 def fail_on_one() -> str:

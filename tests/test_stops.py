@@ -18,7 +18,7 @@ from tiny import tiny_model
 from transformers import TrainerCallback
 
 from posttrain.errors import ConfigError, NonFiniteError
-from posttrain.parallel.ranks import gather_objects, rank
+from posttrain.parallel.ranks import gather_objects, on_every_rank, rank
 from posttrain.trainer import stops
 from posttrain.trainer.failed import load_failed, replay_failed
 
@@ -132,6 +132,35 @@ def test_a_rank_that_fails_ends_the_other():
         POOL.run(fail_alone)
 
 
+class NoWayBack(Exception):
+    """Pickles, and cannot be read back."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} of {two}")
+
+
+def look_before(error: Exception | None) -> str:
+    def look() -> int:
+        if rank() == 1 and error is not None:
+            raise error
+        if rank() == 1 and error is None:
+            raise NoWayBack(1, 2)
+        return rank()
+
+    try:
+        on_every_rank(look)
+    except Exception as raised:
+        return f"{type(raised).__name__}: {raised}"
+    return "nothing"
+
+
+def test_an_error_of_one_rank_is_raised_on_both():
+    assert POOL.run(look_before, error=OSError(5, "bad disk")) == ["OSError: [Errno 5] bad disk"] * 2
+    assert POOL.run(look_before, error=None) == ["RuntimeError: rank 1: NoWayBack: 1 of 2"] * 2
+    with pytest.raises(NoWayBack):  # one process: as it was raised
+        on_every_rank(lambda: (_ for _ in ()).throw(NoWayBack(1, 2)))
+
+
 def hang() -> None:
     trainer = sft(ddp_timeout=3)
     if rank() == 1:
@@ -162,6 +191,50 @@ def say_where() -> list[str]:
     trainer.add_callback(At(1, look))
     trainer.train()
     return said
+
+
+def not_ended() -> list[str]:
+    """What the watch says of ranks that may take their time."""
+    said: list[str] = []
+    trainer = sft()
+    cases = [("data", "data", False), ("end", "data", True), ("forward and backward", "forward and backward", False)]
+
+    def look() -> None:
+        for case, (one, two, over) in enumerate(cases):
+            trainer.stops.at(two if rank() else one)
+            trainer.stops.over = over
+            watch = stops.Watch(trainer.stops, trainer.args)
+            watch._end = lambda text, code, case=case: said.append(f"{case}: {text[:12]}")
+            watch._ask()
+            gather_objects(None)
+            watch._limit = -1.0
+            watch._time()
+            gather_objects(None)
+        trainer.stops.over = False
+
+    trainer.add_callback(At(1, look))
+    trainer.train()
+    assert trainer.stops.over
+    return said
+
+
+def test_ranks_at_one_place_and_an_upload_may_take_their_time():
+    assert POOL.run(not_ended) == [["2: nothing has "], ["2: nothing has "]]
+
+
+def test_a_rank_that_moves_keeps_the_others(monkeypatch: pytest.MonkeyPatch):
+    class Store:
+        moves = 1
+
+        def add(self, key: str, by: int) -> int:
+            return self.moves
+
+    watch = stops.Watch(sft().stops, sft().args)
+    watch._store, watch._limit, now = Store(), 10.0, [0.0]
+    monkeypatch.setattr(stops.time, "monotonic", lambda: now[0])
+    for now[0], moves, still in ((0.0, 1, False), (9.0, 1, False), (11.0, 1, True), (12.0, 2, False), (21.0, 2, False)):
+        Store.moves = moves
+        assert watch._still() == still
 
 
 def test_a_time_out_names_every_rank():
@@ -198,6 +271,19 @@ def test_a_step_that_is_not_finite_names_and_saves_its_rows(tmp_path: Path):
     assert all(torch.equal(p.nan_to_num(), before[n].nan_to_num()) for n, p in again.model.named_parameters())
     assert all(p.grad is None for p in again.model.parameters())
     assert sum(batch.num_sequences for batch in load_failed(folder)) == 4
+
+
+def test_a_step_that_is_not_finite_is_told_whatever_else_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("basic_ios::clear: iostream error")
+
+    def out_of_memory(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr("posttrain.trainer.failed._alone", out_of_memory)
+    with pytest.raises(NonFiniteError, match=r"tried one by one \(OutOfMemory.*could not be saved .*iostream"):
+        poisoned(output_dir=str(tmp_path)).train()
 
 
 def test_a_folder_without_rows_is_an_error(tmp_path: Path):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def world_size() -> int:
@@ -31,6 +36,34 @@ def gather_objects(value: Any) -> list[Any]:
     found: list[Any] = [None] * world_size()
     dist.all_gather_object(found, value)
     return found
+
+
+def on_every_rank(act: Callable[[], T], caught: type[Exception] = Exception) -> T:
+    """Call on every rank; this rank's value. When one raises `caught`, all raise the error of the first that did: a
+    rank that raised alone would leave the others waiting in the next collective.
+
+    Where `act` itself holds collectives, catch only what cannot come between two of them: any other error is raised
+    at once, on its rank alone.
+    """
+    value, error = None, None
+    try:
+        value = act()
+    except caught as raised:
+        error = raised
+    if error is not None and world_size() == 1:
+        raise error
+    told = [each for each in gather_objects(_portable(error)) if each is not None]
+    if told:
+        raise told[0] from error
+    return value  # pyright: ignore[reportReturnType]
+
+
+def _portable(error: Exception | None) -> Exception | None:
+    """The error itself where it survives the way to another process, else its name and text."""
+    with contextlib.suppress(Exception):
+        pickle.loads(pickle.dumps(error))
+        return error
+    return RuntimeError(f"rank {rank()}: {type(error).__name__}: {error}")
 
 
 def all_sum(value: Tensor) -> Tensor:

@@ -59,6 +59,12 @@ class Probe:
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self._peaks: dict[int, int] = {}  # largest, by tokens
+        self.highest = 0  # of the peaks that are put back to nothing here; the log wants it
+
+    def begin(self) -> None:
+        """A piece begins, and with it a new peak."""
+        self.highest = max(self.highest, self.memory.peak())
+        self.memory.reset()
 
     def note(self, tokens: int) -> None:
         """A piece of so many tokens ended."""

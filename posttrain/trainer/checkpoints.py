@@ -141,15 +141,22 @@ def put_in_place(output_dir: Path) -> None:
 
 def publish(staged: Path, final: Path) -> None:
     """Give a whole checkpoint its name. One of the same step steps aside first: killed in between, the new one is put
-    in place when it is looked for."""
+    in place when it is looked for. The old one is removed once the new name is on the disk."""
+    replaced: Path | None = None
     if final.exists():
-        final.rename(_free_name(staged.parent, f"replaced-{final.name}"))
+        replaced = final.rename(_free_name(staged.parent, f"replaced-{final.name}"))
     try:
         staged.rename(final)
     except FileNotFoundError:
         if read_manifest(final) is None:  # else somebody who looked for checkpoints has put it in place
             raise
     sync(final.parent)
+    if replaced is None:
+        return
+    if replaced.is_symlink():
+        replaced.unlink()  # what it points to is not ours
+    else:
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def remove(folder: Path, output_dir: Path) -> None:

@@ -129,10 +129,13 @@ def peak_flops(device: torch.device, half: bool) -> float | None:
     return next((flops for part, flops in PEAK_FLOPS if part in name), None)
 
 
-def peak_memory(device: torch.device) -> float:
-    """MiB: the most that was allocated on the device since the last call; on a CPU what the process holds now."""
+def peak_memory(device: torch.device, before: int = 0) -> float:
+    """MiB: the most that was allocated on the device since the last call; on a CPU what the process holds now.
+
+    before: bytes of a peak that somebody else has put back to nothing since.
+    """
     if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device) / 2**20
+        peak = max(torch.cuda.max_memory_allocated(device), before) / 2**20
         torch.cuda.reset_peak_memory_stats(device)
         return peak
     import psutil

@@ -136,6 +136,7 @@ class Engine(Trainer, abc.ABC):
         self.speed.run(0)
         window = [inputs["batch"] for inputs in (next(epoch_iterator, None) for _ in range(num_batches)) if inputs]
         window += [build_forest([])] * (num_batches - len(window))
+        self.stops.at("preparing the step")  # and no longer at the data, where others may still be
         sources = tuple(s for batch in window for s in batch.source)
         self._set_window(measure=next_step_logs(self.args, self.state), sources=sources)
         micro = self.pieces(window, device)
@@ -233,6 +234,7 @@ class Engine(Trainer, abc.ABC):
         """As `transformers.Trainer.train`; a fresh run starts from `seed`, whatever was drawn before."""
         if self.train_dataset is None:
             raise ConfigError("`train_dataset` is None; give one, or call `evaluate`.")
+        self.selfchecks.refuse_unknown()
         asked = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         with opened_run(self, asked) as checkpoint:
             if checkpoint is None:
@@ -349,6 +351,7 @@ class Engine(Trainer, abc.ABC):
         """The same two halves without grad. The loss is Σ total / Σ units over the whole set, whatever the batch
         size."""
         self.speed.stand()
+        self.stops.at("evaluation")
         model = self._evaluation_model(dataloader)
         training_window, training_meter = self.window, self.meter
         self.window, self.meter = Window(units=0.0, measure=True), Meter()
@@ -377,7 +380,8 @@ class Engine(Trainer, abc.ABC):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add what the meter holds to a training line: one reduction over the ranks, here and nowhere else."""
         if "loss" in logs:
-            logs.update(self.meter.drain({"peak_memory_mib": peak_memory(self.args.device)}))
+            peak = peak_memory(self.args.device, self.recovery.highest_peak())
+            logs.update(self.meter.drain({"peak_memory_mib": peak}))
             logs["num_tokens"] = float(self.state.num_input_tokens_seen)
             logs.update(self.speed.drain())
         super().log(logs, start_time)

@@ -36,15 +36,23 @@ class Replayed(NamedTuple):
 
 
 def report_failed(engine: Any, loss: float, norm: float) -> str:
-    """Save the step's rows, try them one by one, and say what was found. The weights are not touched."""
+    """Save the step's rows, try them one by one, and say what was found. The weights are not touched.
+
+    Nothing is raised: what cannot be saved or tried is said, since the caller has the failed step to tell of.
+    """
     step, args = engine.state.global_step + 1, engine.args
     folder = Path(args.output_dir or ".") / f"failed-step-{step}"
-    found = _first_bad(engine)
-    text = "" if found is None else f" Row {shown(found.rows)} alone has loss {found.loss}, norm {found.grad_norm}."
+    found, text = None, ""
+    try:
+        found = _first_bad(engine)
+    except Exception as error:  # as when memory runs out
+        text = f" They could not be tried one by one ({type(error).__name__})."
+    if found is not None:
+        text = f" Row {shown(found.rows)} alone has loss {found.loss}, norm {found.grad_norm}."
     try:
         _save(engine, folder, {"step": step, "loss": str(loss), "grad_norm": str(norm), "alone": found and str(found)})
         text += f" They are saved in {folder}: `replay_failed` runs them again."
-    except OSError as error:
+    except Exception as error:  # torch tells of a full disk by a RuntimeError
         text += f" They could not be saved in {folder} ({error})."
     return (
         f"step {step}: loss {loss}, gradient norm {norm}, from rows {shown(engine.window.sources)} of the training set "

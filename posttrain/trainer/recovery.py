@@ -71,6 +71,7 @@ class Recovery:
         self._at: _Failure | None = None
         self._probe: Probe | None = None
         self._measured_at = MEASURED_STEP
+        self._highest = 0  # bytes, of the probe that is done, until a line of the log has them
         self.memory: Callable[[], Memory | None] = device_memory
 
     # ---- a step ------------------------------------------------------------------------------------------------------
@@ -80,19 +81,31 @@ class Recovery:
         self.held, self.losses, self._rng = [], [], None
 
     def start(self, history: list[dict[str, Any]]) -> None:
-        """A run begins; one that is resumed with the budget that it had found, as its checkpoint's log tells."""
+        """A run begins; one that is resumed with the budget that it had found, as its checkpoint's log tells. The
+        user's field beats that: a larger device may have more, and after an `OutOfMemoryError` less is asked for."""
+        asked = self.engine.args.max_tokens_per_forward
         found = [line["max_tokens_per_forward"] for line in history if line.get("event") in _EVENTS]
-        self.budget = found[-1] if found else None
+        self.budget = found[-1] if found and asked is None else None
         memory = self.memory()
-        measured = self._replays or self.engine.args.max_tokens_per_forward is not None or bool(found)
+        measured = self._replays or asked is not None or bool(found)
         self._probe = None if measured or memory is None else Probe(memory)
         self._measured_at = self.engine.state.global_step + MEASURED_STEP
+
+    def highest_peak(self) -> int:
+        """Bytes of the highest peak since the last call that the probe put back to nothing; 0 without one."""
+        found, self._highest = self._highest, 0
+        if self._probe is not None:
+            found, self._probe.highest = max(found, self._probe.highest), 0
+        return found
 
     def limit(self, window: list[TokenBatch]) -> int | None:
         """Tokens of a forward, at most. Few while memory is being measured."""
         if self._probe is not None:
             return first_pieces(window)
-        return self.budget or self.engine.args.max_tokens_per_forward
+        return min(self._budgets(), default=None)
+
+    def _budgets(self) -> list[int]:
+        return [budget for budget in (self.budget, self.engine.args.max_tokens_per_forward) if budget]
 
     def run(self, model: Any, pieces: list[Experience]) -> Tensor:
         """Forward and backward of one micro-batch, piece by piece. [] its share of the step's loss."""
@@ -104,6 +117,7 @@ class Recovery:
         while total is None:
             self._rewind(model, before)
             total = self._attempt(model, self.held)
+        self._at = None  # what fails from here on is no piece of this
         return total
 
     def _attempt(self, model: Any, micro_batches: list[list[Experience]]) -> Tensor | None:
@@ -141,7 +155,7 @@ class Recovery:
         engine = self.engine
         self._at = _Failure(piece, "moving", synchronise, "")
         if self._probe is not None:
-            self._probe.memory.reset()
+            self._probe.begin()
         # Leaving our no_sync leaves the caller's too, so the last piece of a quiet micro-batch asks again.
         quiet = contextlib.nullcontext() if synchronise else engine.accelerator.no_sync(model=model)
         with quiet, engine.tuning.offload():
@@ -227,13 +241,15 @@ class Recovery:
 
     def ended(self, failed: _Failure | None = None, text: str = "") -> str:
         """What to say when memory ran out and the step cannot be run again."""
-        step, budget = self.engine.state.global_step + 1, self.engine.args.max_tokens_per_forward
+        step = self.engine.state.global_step + 1
         failed = failed or self._at
         head = f"step {step}, rank {rank()}: out of memory"
         if failed is None:
-            return f"{head} before the first forward ({text})."
+            phase = self.engine.stops.phase
+            less = "`per_device_eval_batch_size`" if phase == "evaluation" else "`max_tokens_per_forward`"
+            return f"{head} outside of a training pass, in: {phase} ({text}). Set a lower {less}, or save memory."
         tokens = failed.piece.batch.num_tokens
-        smaller = max(1, min(tokens, budget or tokens) // 2)
+        smaller = max(1, min([tokens, *self._budgets()]) // 2)
         return (
             f"{head} in the {failed.part} of {tokens} tokens, rows {shown(failed.piece.batch.source)} of the training "
             f"set ({failed.text or text}). Other ranks may have used a part of it, so it is not run again. The last "
@@ -247,7 +263,7 @@ class Recovery:
         """Joined by maximum: whether there is news, and the smallest budget."""
         step = self.engine.state.global_step + 1
         if self._probe is not None and step == self._measured_at:
-            self.budget, self._probe = self._probe.budget(), None
+            self._highest, self.budget, self._probe = self._probe.highest, self._probe.budget(), None
             self._events.append({"event": "memory_budget", "step": step, "rank": rank()})
         return [len(self._events), -(self.budget or _UNLIMITED)]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ from transformers.trainer_callback import ExportableState
 
 from posttrain.data.sampling import RowItems
 from posttrain.data.stream import StreamItems
-from posttrain.errors import ConfigError, PosttrainError
+from posttrain.errors import ConfigError
 from posttrain.model.adapters import is_adapted
 from posttrain.model.load import base_model
 from posttrain.parallel.params import parameter_shapes
-from posttrain.parallel.ranks import gather_objects, rank, say, world_size
+from posttrain.parallel.ranks import gather_objects, on_every_rank, rank, say, world_size
 from posttrain.trainer.checkpoints import find_checkpoint, refuse_damaged, refuse_other_strategy
 from posttrain.trainer.folder import owned, refuse_anothers
 from posttrain.trainer.loading import order_seed
@@ -33,13 +33,11 @@ from posttrain.types import Row
 # A change of these is said; the optimizer's state keeps the first kind as it was saved.
 _KEPT = ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 _USED = (
-    "learning_rate",
     "lr_scheduler_type",
     "warmup_steps",
     "num_train_epochs",
     "max_steps",
     "max_grad_norm",
-    "seed",
     "bf16",
     "fp16",
 )
@@ -59,35 +57,23 @@ def opened_run(trainer: Any, asked: str | bool | None) -> Iterator[str | None]:
     with contextlib.ExitStack() as stack:
         if saves:
             needed = _weight_bytes(trainer.model)
-            _agreed(lambda: stack.enter_context(owned(folder, needed)) if args.should_save else None)
-        checkpoint = _agreed(lambda: find_checkpoint(asked, args.output_dir) if rank() == 0 else None)[0]
+            on_every_rank(lambda: stack.enter_context(owned(folder, needed)) if args.should_save else None)
+        found = on_every_rank(lambda: find_checkpoint(asked, args.output_dir) if rank() == 0 else None)
+        checkpoint = gather_objects(found)[0]
         at_home = checkpoint is not None and Path(checkpoint).resolve().parent == folder.resolve()
         if saves and first and not at_home and not args.overwrite_output_dir:
-            _agreed(lambda: refuse_anothers(folder) if rank() == 0 else None)
-        record = describe(trainer) if saves or checkpoint is not None else None
+            on_every_rank(lambda: refuse_anothers(folder) if rank() == 0 else None)
+        record = on_every_rank(lambda: describe(trainer)) if saves or checkpoint is not None else None
         if checkpoint is not None:
-            _agreed(lambda: refuse_damaged(Path(checkpoint), _my_damage(checkpoint, args)))
-            refuse_other_strategy(checkpoint, trainer.is_deepspeed_enabled, world_size())
-            _agreed(lambda: compare(trainer, Path(checkpoint), record))
-            restore(trainer, Path(checkpoint))
+            deepspeed = trainer.is_deepspeed_enabled
+            on_every_rank(lambda: refuse_damaged(Path(checkpoint), _my_damage(checkpoint, args)))
+            on_every_rank(lambda: refuse_other_strategy(checkpoint, deepspeed, world_size()))
+            on_every_rank(lambda: compare(trainer, Path(checkpoint), record))
+            on_every_rank(lambda: restore(trainer, Path(checkpoint)))
         trainer.run_record = record
         yield checkpoint
         if trainer.failed_saves:
             say(f"{len(trainer.failed_saves)} checkpoint(s) could not be saved: steps {trainer.failed_saves}")
-
-
-def _agreed(look: Callable[[], Any]) -> list[Any]:
-    """Call on every rank; the first error is raised on all."""
-    error, value = None, None
-    try:
-        value = look()
-    except PosttrainError as raised:
-        error = raised
-    found = gather_objects((error, value if isinstance(value, (str, type(None))) else None))
-    for error, _ in found:
-        if error is not None:
-            raise error
-    return [value for _, value in found]
 
 
 def _my_damage(checkpoint: str, args: Any) -> list[str]:
@@ -127,7 +113,7 @@ def describe(trainer: Any) -> dict[str, Any]:
         "order": order,
         "optim": _plain(args.optim),
         "ranks": world_size(),
-        "settings": {name: _plain(getattr(args, name)) for name in (*_KEPT, *_USED)},
+        "settings": {name: _plain(getattr(args, name)) for name in ("learning_rate", "seed", *_KEPT, *_USED)},
     }
 
 
@@ -254,12 +240,14 @@ def _say_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             f"going on with {now['ranks']} processes, where {then['ranks']} saved: rows and their order stay; the "
             "state of the random generators does not fit, so dropout draws anew"
         )
-    kept = {name: then["settings"].get(name) for name in _KEPT}
-    for text in _changes(kept, {name: now["settings"][name] for name in _KEPT}):
-        say(f"{text}; the optimizer's state keeps what it was saved with")
-    used = {name: then["settings"].get(name) for name in _USED}
-    for text in _changes(used, {name: now["settings"][name] for name in _USED}):
-        say(f"{text}; used from here on")
+    for names, what in (
+        (_KEPT, "the optimizer's state keeps what it was saved with"),
+        (("seed",), "the random generators go on as they were saved"),
+        (_USED, "used from here on"),
+    ):
+        before = {name: then["settings"].get(name) for name in names}
+        for text in _changes(before, {name: now["settings"][name] for name in names}):
+            say(f"{text}; {what}")
 
 
 # ---- going on --------------------------------------------------------------------------------------------------------
@@ -304,20 +292,27 @@ def going_on(
 
 
 def use_learning_rate(trainer: Any, checkpoint: str | None) -> None:
-    """A learning rate that was changed takes effect; loading the optimizer and the schedule brings the old one back."""
+    """A learning rate that was changed takes effect, where it can, and which it was is said; loading the optimizer and
+    the schedule brings the old one back."""
     record = read_record(Path(checkpoint)) if checkpoint is not None else None
-    if record is None or trainer.is_deepspeed_enabled:
+    if record is None:
         return
     then, now = record["settings"]["learning_rate"], trainer.args.learning_rate
-    schedule = trainer.lr_scheduler
-    bases = getattr(schedule, "base_lrs", None)
-    if then == now or not then or bases is None:
+    if then == now:
         return
+    text = f"learning_rate: {then} there, {now} here"
+    if trainer.is_deepspeed_enabled or not then:
+        why = "DeepSpeed keeps what it saved" if trainer.is_deepspeed_enabled else "a rate of 0 cannot be scaled"
+        say(f"{text}; the one saved stays, since {why}")
+        return
+    schedule, factor = trainer.lr_scheduler, now / then
     for group in trainer.optimizer.param_groups:
-        group["lr"] *= now / then
-        group["initial_lr"] = group.get("initial_lr", then) * now / then
-    schedule.base_lrs = [rate * now / then for rate in bases]
-    schedule._last_lr = [rate * now / then for rate in schedule._last_lr]
+        group["lr"] *= factor
+        group["initial_lr"] = group.get("initial_lr", then) * factor
+    for name in ("base_lrs", "_last_lr"):  # a schedule that looks at the loss has no `base_lrs`
+        if (rates := getattr(schedule, name, None)) is not None:
+            setattr(schedule, name, [rate * factor for rate in rates])
+    say(f"{text}; used from here on")
 
 
 def write_run(trainer: Any, folder: Path) -> None:

@@ -77,7 +77,9 @@ class RunFiles(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._follow(args, state)
-        self._tell(args, {"event": "checkpoint", "step": state.global_step})
+        # The base class calls this after a save that failed and was told, too.
+        event = "checkpoint_failed" if state.global_step in self.trainer.failed_saves else "checkpoint"
+        self._tell(args, {"event": event, "step": state.global_step})
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

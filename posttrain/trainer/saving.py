@@ -10,19 +10,20 @@ import contextlib
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers.trainer_callback import ExportableState
 
-from posttrain.parallel.ranks import barrier, gather_objects, rank, say, world_size
+from posttrain.parallel.ranks import barrier, gather_objects, on_every_rank, rank, say, world_size
 from posttrain.parallel.training_state import late_errors
 from posttrain.trainer.checkpoints import STAGING, checkpoints_in, next_sequence, publish, rotate
 from posttrain.trainer.manifest import Manifest, files_of, owner_of, synced, write_manifest
 
 RECORD, CURSOR = "run.json", "stream.pt"
+T = TypeVar("T")
 
 
 class SaveFailed(Exception):
@@ -112,18 +113,14 @@ def _write_state(trainer: Any, staged: Path, write_run: Callable[[Path], None]) 
 
 def _seal(trainer: Any, staged: Path, final: Path) -> None:
     """Force to the disk, describe, rename."""
-    args, found, error = trainer.args, {}, None
+    args = trainer.args
     if args.save_on_each_node:
         mine = files_of(staged) if args.should_save else []
     else:
         mine = [name for name in files_of(staged) if owner_of(name, world_size()) == rank()]
-    try:
-        found = synced(staged, mine)
-    except OSError as failed:
-        error = _described(failed)
-    parts = gather_objects((error, found))
-    _raise_first([error for error, _ in parts])
-    files = found if args.save_on_each_node else {name: entry for _, part in parts for name, entry in part.items()}
+    found = _together(synced, staged, mine)
+    parts = gather_objects(found)
+    files = found if args.save_on_each_node else {name: entry for part in parts for name, entry in part.items()}
     _together(_finish, args.should_save, staged, final, files)
 
 
@@ -140,16 +137,15 @@ def _finish(saves: bool, staged: Path, final: Path, files: dict[str, tuple[int, 
     publish(staged, final)
 
 
-def _together(write: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Call on every rank; what one could not write, all learn. A rank that raised alone would leave its peers waiting
-    in the next collective."""
-    error: str | None = None
-    try:
+def _together(write: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call on every rank; what one could not write, all learn. Other errors are raised where they are: writers gather
+    weights, so their ranks may wait for each other."""
+
+    def written() -> T:
         with _writing():
-            write(*args, **kwargs)
-    except SaveFailed as failed:
-        error = str(failed)
-    _raise_first(gather_objects(error))
+            return write(*args, **kwargs)
+
+    return on_every_rank(written, SaveFailed)
 
 
 @contextlib.contextmanager
@@ -166,16 +162,10 @@ def _writing() -> Iterator[None]:
         raise SaveFailed(_described(error)) from error
 
 
-_OF_TORCH = ("PytorchStreamWriter", "inline_container", "file write failed")
+_OF_TORCH = ("PytorchStreamWriter", "inline_container", "file write failed", "iostream error")
 
 
 def _described(error: BaseException) -> str:
     text = " ".join(str(error).split())
     where = f"rank {rank()}: " if world_size() > 1 else ""
     return f"{where}{type(error).__name__}: {text[:300]}"
-
-
-def _raise_first(errors: list[str | None]) -> None:
-    found = [error for error in errors if error is not None]
-    if found:
-        raise SaveFailed(found[0])

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from posttrain.data.forest import build_forest
-from posttrain.errors import SelfCheckError
+from posttrain.errors import ConfigError, SelfCheckError, suggest
 from posttrain.model.load import dropout_of
 from posttrain.parallel.params import whole
 from posttrain.parallel.ranks import all_max, gather_objects, say
@@ -97,6 +97,16 @@ class SelfChecks(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.findings, self._due = [], True
+
+    def refuse_unknown(self) -> None:
+        """Raise `ConfigError` for a name in `skip_self_checks` that is no check's."""
+        known = (*NAMES, *(check.name for check in self.engine.more_self_checks), "all")
+        for name in self.engine.args.skip_self_checks or ():
+            if name not in known:
+                raise ConfigError(
+                    f"`skip_self_checks` holds {name!r}; the checks are {', '.join(known[:-1])}, or all."
+                    f"{suggest(str(name), known)}"
+                )
 
     def write_state(self, folder: Path) -> None:
         """Into a checkpoint, while it is written."""
@@ -212,7 +222,7 @@ def _accumulation(engine: Any, micro: Any, chosen: list[Experience]) -> Iterator
     backward = isinstance(engine.strategy, Replicated | Sharded)
     one = _pass(engine, [joined], backward) if joined is not None else None
     many = _pass(engine, apart, backward) if apart else None
-    yield "accumulation", _compare(engine, one, many, len(apart))
+    yield "accumulation", _compare(engine, one, many, sum(e.batch.num_sequences > 0 for e in apart))
     if many is None:
         yield "gradients", ("skip", f"no row of the first step has targets and at most {TOKENS} tokens")
     elif not backward:
@@ -222,19 +232,25 @@ def _accumulation(engine: Any, micro: Any, chosen: list[Experience]) -> Iterator
 
 
 def _joined(engine: Any, micro: Any, chosen: list[Experience]) -> tuple[Experience | None, list[Experience]]:
-    """Some units in one experience, and each in its own. An experience with tensors of its own is only cut, never
-    joined: one micro-batch must hold several units."""
+    """Some units in one experience, and each in its own; as many on every rank, since each is a forward that all take
+    part in. An experience with tensors of its own is only cut, never joined: one micro-batch must hold several units.
+    """
     if chosen and all(type(unit) is Experience for unit in chosen):
         rows = [row for unit in chosen for row in rows_of(unit.batch)]
         sources = [source for unit in chosen for source in unit.batch.source]
         share = getattr(engine.collator, "share", False)
         forest = Experience(build_forest(rows, share=share, sources=sources))
         return (forest if len(chosen) > 1 else None), chosen
+    joined, apart = None, []
     for piece in (p for pieces in micro for e in pieces for p in e.split(TOKENS)):
-        apart = [u for u in piece.split(1) if u.batch.num_sequences]
-        if len(apart) > 1 and piece.batch.num_tokens <= TOKENS and isinstance(engine.strategy, Replicated):
-            return piece, apart
-    return None, chosen
+        units = [u for u in piece.split(1) if u.batch.num_sequences]
+        if len(units) > 1 and piece.batch.num_tokens <= TOKENS and isinstance(engine.strategy, Replicated):
+            joined, apart = piece, units
+            break
+    most, none = all_max([len(apart), int(joined is None)], engine.args.device)
+    if none or joined is None:
+        return None, chosen
+    return joined, apart + [replace(apart[0], batch=build_forest([]))] * (most - len(apart))
 
 
 def _pass(engine: Any, experiences: list[Experience], backward: bool) -> _Pass:

@@ -34,6 +34,9 @@ POLL_SECONDS = 0.5
 GRACE_SECONDS = 5.0
 """How long a rank may take to raise an error of its own once another has failed. Then its process is ended."""
 
+IN_STEP = ("forward and backward", "optimizer step")
+"""Phases in which ranks wait for each other all the time: one that stands still there is stuck, or keeps the others."""
+
 _HANDLED = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if name in dir(signal)]
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 # What the backends say when the time is over, or when the other side is gone.
@@ -49,6 +52,7 @@ class Stops(TrainerCallback):
         self.received = 0  # the first signal that reached this rank
         self.agreed = 0  # the one all ranks stop for
         self.phase, self.beat = "start", time.monotonic()
+        self.over = False  # the last step and what follows it is done; an upload may take its time
 
     def at(self, phase: str) -> None:
         """The run goes on: it now does this."""
@@ -97,6 +101,10 @@ class Stops(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.at("data")
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.at("end")
+        self.over = True
+
 
 @contextlib.contextmanager
 def guarded(engine: Any) -> Iterator[None]:
@@ -107,6 +115,7 @@ def guarded(engine: Any) -> Iterator[None]:
     """
     stops: Stops = engine.stops
     stops.received = stops.agreed = 0
+    stops.over = False
     stops.at("start")
     with Watch(stops, engine.args) as watch, _noted(stops, watch, engine.args.handle_signals):
         try:
@@ -178,7 +187,9 @@ def _default_store() -> Any:
 
 class Watch:
     """The thread that looks after a run. It ends the process (and says why) when a second signal comes, when another
-    rank has failed, and when this one has stood still for `ddp_timeout` seconds among several."""
+    rank has failed, and when no rank has moved for `ddp_timeout` seconds and one may wait for another: in a step, or
+    where they stand at different places. Ranks that all prepare data, save or evaluate may take as long as they like;
+    the backend's own time-out ends what waits in a collective there."""
 
     def __init__(self, stops: Stops, args: Any) -> None:
         global _runs
@@ -188,7 +199,8 @@ class Watch:
         self._store: Any = _default_store().clone() if world_size() > 1 else None
         self._done = threading.Event()
         self._signals: list[tuple[int, float]] = []
-        self._told, self._failed_at, self._why = "", 0.0, ""
+        self._told, self._failed_at, self._why = ("", 0.0), 0.0, ""
+        self._moves, self._moved_at = -1, 0.0  # of all ranks; when they were last seen to grow
         self._thread = threading.Thread(target=self._look, name="posttrain-watch", daemon=True)
 
     def __enter__(self) -> Watch:
@@ -233,9 +245,12 @@ class Watch:
     def _ask(self) -> None:
         """Tell the others where this rank is, and see whether one has failed."""
         try:
-            if self._told != self._stops.where:
-                self._told = self._stops.where
-                self._store.set(f"{self._key}/{rank()}", self._told)
+            now = (self._stops.where, self._stops.beat)
+            if self._told != now:
+                if self._told[0] != now[0]:
+                    self._store.set(f"{self._key}/{rank()}", now[0])
+                self._told = now
+                self._store.add(f"{self._key}/moves", 1)
             if self._store.check([f"{self._key}/failed"]):
                 self._why = self._store.get(f"{self._key}/failed").decode()
         except RuntimeError as error:
@@ -248,20 +263,36 @@ class Watch:
 
     def _time(self) -> None:
         waited = time.monotonic() - self._stops.beat
-        if waited <= self._limit:
+        if self._stops.over or waited <= self._limit / 10:  # the others are asked only by a rank that may be stuck
+            return
+        if not self._still() or waited <= self._limit:
+            return
+        others = self._others()
+        alone = any(place != self._stops.where for place in others.values())
+        if not alone and self._stops.phase not in IN_STEP:
             return
         faulthandler.dump_traceback(all_threads=True)
-        text = f"nothing has moved for {waited:.0f} s (`ddp_timeout` {self._limit:.0f}); {self._others()}"
+        places = "; ".join(f"rank {other}: {place}" for other, place in others.items())
+        text = f"nothing has moved for {waited:.0f} s (`ddp_timeout` {self._limit:.0f}); the others: {places}"
         self.tell(text)
         self._end(text, 1)
 
-    def _others(self) -> str:
-        found = []
+    def _still(self) -> bool:
+        """Whether no rank has moved for the limit."""
+        with contextlib.suppress(RuntimeError):
+            moves = self._store.add(f"{self._key}/moves", 0)
+            if moves != self._moves:
+                self._moves, self._moved_at = moves, time.monotonic()
+        return time.monotonic() - self._moved_at > self._limit
+
+    def _others(self) -> dict[int, str]:
+        """Where each other rank says it is."""
+        found = {}
         for other in (r for r in range(world_size()) if r != rank()):
             with contextlib.suppress(RuntimeError):
                 key = f"{self._key}/{other}"
-                found.append(f"rank {other}: {self._store.get(key).decode() if self._store.check([key]) else 'start'}")
-        return "the others: " + "; ".join(found)
+                found[other] = self._store.get(key).decode() if self._store.check([key]) else "not started"
+        return found
 
     def _end(self, text: str, code: int) -> None:
         print(f"posttrain: error: [rank {rank()}] {self._stops.where}: {text}", file=sys.stderr, flush=True)
