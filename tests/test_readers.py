@@ -41,6 +41,8 @@ def write(path, content):
         ("a.csv", 'text\n"a,\n""b"""\nc\n', [(2, {"text": 'a,\n"b"'}), (4, {"text": "c"})]),
         ("a.tsv", "a\tb\nx,y\t1\n", [(2, {"a": "x,y", "b": "1"})]),
         ("a.csv", "prompt,completion,label\na,[1],true\n", [(2, {"prompt": "a", "completion": "[1]", "label": True})]),
+        ("a.csv", "text,label,labels\na,1,x\nb,positive,[1]\n", [(2, {"text": "a", "label": "1", "labels": "x"}),
+                                                               (3, {"text": "b", "label": "positive", "labels": [1]})]),
         (
             "a.csv",
             'messages,tools\n"[{""role"": ""user"", ""content"": ""Hi""}]",\n',
@@ -88,7 +90,6 @@ def test_rows_are_read_as_they_are_written(tmp_path, name, content, rows):
         ("a.csv", 'a,b\n1,2\n"x,3\n4,5\n', r"line 3: not valid csv .*quote"),
         ("a.csv", "a,a\n1,2\n", r"line 1: the column 'a' comes twice"),
         ("a.csv", "a,\n1,2\n", r"line 1: a column without a name"),
-        ("a.csv", "label\nmaybe\n", r"line 2: column 'label' is 'maybe'; write true or false"),
         ("a.csv", "messages\n[{\n", r"line 2: not valid JSON"),
         ("a.json", '[{"t": 1}, {"t":', r"line 1: not valid JSON .*it was cut"),
         ("a.json", '[\n{"t": 1},\n{"t" 2}]', r"line 3: not valid JSON .*column 6"),
