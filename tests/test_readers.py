@@ -199,6 +199,19 @@ def test_a_table_is_written_once_and_again_when_the_file_changes(tmp_path):
     assert not list((tmp_path / "cache" / "posttrain").glob("*.partial"))
 
 
+def test_a_cache_that_cannot_be_written_is_read_or_named(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    path = write(tmp_path / "a.jsonl", '{"text": "a"}\n')
+    read_table([path])
+    monkeypatch.setattr("filelock.FileLock.acquire", refuse)
+    monkeypatch.setattr("pathlib.Path.mkdir", refuse)
+    assert list(read_table([path])["text"]) == ["a"]
+    with pytest.raises(DataError, match=r"cannot be written to .*Permission denied.*HF_DATASETS_CACHE"):
+        read_table([path], check=False)
+
+
 def test_files_without_rows_are_named(tmp_path):
     for name, content in (("a.jsonl", "\n\n"), ("a.json", "[]"), ("a.csv", "a,b\n"), ("b.json", " ")):
         with pytest.raises(EmptyDataError, match=rf"{name}' holds no row"):

@@ -51,10 +51,17 @@ def read_table(files: Sequence[Path], check: bool = True) -> Any:
     from filelock import FileLock
 
     target = _cache_file(files, check)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{target}.lock"):
-        if not target.exists():
-            _write(files, check, target)
+    try:
+        if not target.exists():  # looked for first: a cache that is full of tables may be read-only
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{target}.lock"):
+                if not target.exists():
+                    _write(files, check, target)
+    except OSError as error:
+        raise DataError(
+            f"The table of {[str(file) for file in files]} cannot be written to {str(target.parent)!r} ({error}); make "
+            "room there, or set HF_DATASETS_CACHE to a folder that can be written."
+        ) from error
     return Dataset.from_file(str(target))
 
 
@@ -94,11 +101,6 @@ def _write(files: Sequence[Path], check: bool, target: Path) -> None:
         os.replace(partial, target)
     except pa.ArrowException as error:
         raise DataError(f"{_named(files)} rows that make no table ({error}); write simpler values.") from error
-    except OSError as error:
-        raise DataError(
-            f"The table of {[str(file) for file in files]} cannot be written to {str(target.parent)!r} ({error}); make "
-            "room there, or set HF_DATASETS_CACHE to another folder."
-        ) from error
     finally:
         Path(partial).unlink(missing_ok=True)
 
