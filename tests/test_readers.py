@@ -80,6 +80,7 @@ def test_rows_are_read_as_they_are_written(tmp_path, name, content, rows):
         ("a.jsonl", '{"n": 123456789012345678901}\n', r"line 1: the number 12345.* does not fit in 64 bits"),
         ("a.jsonl", '{"t": NaN}\n', r"line 1: holds NaN, which is no JSON; write null"),
         ("a.csv", "prompt;completion\na;b\n", r"line 1: one column, .* seem to be parted by ';'"),
+        ("a.jsonl", '{"t": 1e400}\n', r"line 1: the number 1e400 does not fit in 64 bits"),
         ("a.jsonl", '{"t": "\\ud800"}\n', r"line 1: .*surrogate"),
         ("a.jsonl", "[" * 100_000, r"line 1: nested too deeply"),
         ("a.jsonl", b'{"t": "ok"}\n{"t": "caf\xe9"}\n', r"line 2: byte 11 \(0xe9, after .*caf'\) is not UTF-8.*LATIN1"),

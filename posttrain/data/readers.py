@@ -13,6 +13,7 @@ import importlib
 import io
 import json
 import lzma
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -238,11 +239,20 @@ def _whole(text: str) -> int:
     return value
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise _Refused(f"the number {text[:30]} does not fit in 64 bits; write it as text.")
+    return value
+
+
 def _constant(name: str) -> Any:
     raise _Refused(f"holds {name}, which is no JSON; write null, or leave the key out.")
 
 
-_JSON = json.JSONDecoder(object_pairs_hook=_unique, parse_int=_whole, parse_constant=_constant, strict=False)
+_JSON = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_int=_whole, parse_float=_finite, parse_constant=_constant, strict=False
+)
 
 
 def _json(stream: IO[bytes]) -> Numbered:
