@@ -289,3 +289,12 @@ def test_chats_come_back(rows):
 def test_targets():
     assert targets_of("tokenized") == ["tokenized"]
     assert "preference" in targets_of("unpaired_preference")
+
+
+def test_an_empty_stream_is_not_unpaired():
+    from datasets import IterableDataset
+
+    from posttrain.data.preference import maybe_unpair_preference_dataset
+
+    empty = IterableDataset.from_generator(lambda: iter(()))
+    assert maybe_unpair_preference_dataset(empty) is empty

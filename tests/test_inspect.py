@@ -279,3 +279,15 @@ def test_what_cannot_be_inspected_is_refused(tmp_path, capsys):
     assert "`model_name_or_path` is not set" in capsys.readouterr().err
     assert main(["inspect", "--dataset_name", "x.jsonl", "--model_name_or_path", "m", "--rows", "-1"]) == 2
     assert "`rows` is -1" in capsys.readouterr().err
+
+
+def test_the_template_is_audited_as_training_does(look):
+    """With the arguments of the first row, and without a fault where training accepts the check."""
+    from posttrain.data.audit import audit_template
+
+    rows = [{**chat(i), "chat_template_kwargs": {"enable_thinking": False}} for i in range(8)]
+    out, page = look(rows, "--template_audit", "stop_token", template=NO_STOP)
+    tokenizer = byte_tokenizer(template=NO_STOP)
+    assert audit_template(tokenizer, template_kwargs={"enable_thinking": False}).hash in out
+    assert any(title.startswith("WarningChat template: stop token") for title in Titles(page).found)
+    assert "is unknown, because" in page

@@ -275,3 +275,16 @@ def test_packed_rows_keep_their_weights():
     )
     batch = next(iter(trainer.get_train_dataloader()))["batch"]
     assert sorted(batch.weights.tolist()) == [0.5] * 3 + [2.0] * 2
+
+
+def test_weights_of_rows_and_turns_are_counted_and_said():
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "one", "weight": 0.5}]
+    more = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "two"}]
+    rows = [{"messages": chat, "sample_weight": 2.0}, {"messages": chat + more}, {"messages": more}]
+    _, report = prepare(rows)
+    assert (report.rows_weighed, report.turns_weighed) == (1, 2)
+    assert report.summary().endswith("; 1 row and 2 turns with a weight other than 1")
+    tokens, options = {"input_ids": [65] * 9, "loss_weights": [0.5] * 9}, SFTRowOptions(max_length=3, overflow="split")
+    _, report = prepare_sft([tokens] * 2, byte_tokenizer(), options)
+    assert report.summary().endswith("; 2 rows with a weight other than 1")
+    assert "weight" not in prepare([{"messages": more}])[1].summary()

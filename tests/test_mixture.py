@@ -74,6 +74,25 @@ def test_slices(tmp_path):
         load_source(path, split="train[x]")
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", "prompt,completion,label\na,b,positive\nc,d,\n"),
+        ("a.csv", "text,label,tools\na,3,hammer\nb,neutral,\n"),
+        ("a.jsonl", '{"prompt": "a", "completion": "b", "label": 3}\n{"prompt": "c", "completion": "d"}\n'),
+    ],
+)
+def test_labels_of_any_kind_are_columns_that_training_does_not_read(tmp_path, name, content, streaming):
+    (tmp_path / name).write_text(content)
+    assert len(list(load_source(str(tmp_path / name), split="train", streaming=streaming))) == 2
+
+
+def test_a_table_with_labels_in_some_rows_is_of_one_type(tmp_path):
+    Dataset.from_dict({"prompt": ["a", "c"], "completion": ["b", "d"], "label": [True, None]}).save_to_disk(tmp_path)
+    assert len(load_source(str(tmp_path), split="train")) == 2
+
+
 @pytest.mark.parametrize("path", ["/no/such.jsonl", "./gone", "data.jsonl", "a/b/c"])
 def test_missing_path_is_named(path):
     with pytest.raises(DataError, match=f"No file or folder '{path}'"):

@@ -193,6 +193,10 @@ def test_switches():
 
 def test_secrets():
     assert all(map(is_secret, ("hub_token", "HF_TOKEN", "WANDB_API_KEY", "token", "AWS_SECRET_ACCESS_KEY")))
+    names = ("access_token", "refresh_token", "hf_token", "sas_token", "passphrase", "Authorization", "X-Api-Key")
+    assert all(map(is_secret, names))
+    assert masked({"model_init_kwargs": {"access_token": "x"}}) == {"model_init_kwargs": {"access_token": "***"}}
+    assert not any(map(is_secret, ("add_bos_token", "image_token", "end_of_turn_token", "eos_token_id")))
     assert not any(map(is_secret, ("pad_token", "eos_token", "max_tokens_per_forward", "TOKENIZERS_PARALLELISM")))
     assert masked({"token": "x", "a": [SECRET, "https://me:pw@host/x"]}) == {
         "token": "***", "a": ["***", "https://me:***@host/x"]

@@ -13,7 +13,6 @@ from posttrain.cli.parse import Values, construct
 from posttrain.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from posttrain.data.audit import TemplateAudit
     from posttrain.data.rows import SFTRowOptions
     from posttrain.report.findings import Inspection
     from posttrain.report.survey import Packing, Rows, RowView
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 # Fields of a run that say which rows go into which micro-batch. The others say how it trains, and may not even be
 # valid on the machine where rows are looked at.
 _BESIDES = ("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "data_seed", "dataset_num_proc")
-_BESIDES += ("share_prefixes", "trust_remote_code", "model_init_kwargs", "dataloader_drop_last")
+_BESIDES += ("share_prefixes", "trust_remote_code", "model_init_kwargs", "dataloader_drop_last", "template_audit")
 _BESIDES += ("train_sampling_strategy",)
 SEARCHED = 2000  # rows tried one by one when one of them cannot be encoded
 _BATCHES = 32  # micro-batches whose prefixes are looked at
@@ -242,11 +241,13 @@ def _view(raw: Any, at: int, number: int, tokenizer: Any, options: SFTRowOptions
 def _inspection(sets: Sequence[Rows], tokenizer: Any, args: Any, model: str, source: str) -> Inspection:
     from posttrain.report.findings import Inspection, find
     from posttrain.report.survey import Specials, survey
+    from posttrain.trainer.auditing import audit_of
 
     specials = Specials.of(tokenizer)
     surveys = tuple(survey(rows, specials) for rows in sets)
-    packing, audit = _packing(sets[0], args), _audit(sets[0], tokenizer, args, model)
-    return Inspection(surveys, find(surveys, packing, audit), packing, audit, source, model)
+    packing = _packing(sets[0], args)
+    audit, accepted = audit_of(tokenizer, args, model, sets[0].raw) or (None, frozenset[str]())
+    return Inspection(surveys, find(surveys, packing, audit, accepted), packing, audit, source, model)
 
 
 def _packing(rows: Rows, args: Any) -> Packing | None:
@@ -273,23 +274,6 @@ def _packing(rows: Rows, args: Any) -> Packing | None:
         laid_tokens=sum(batch.num_tokens for batch in batches),
         unshared_tokens=sum(batch.unshared_tokens for batch in batches),
     )
-
-
-def _audit(rows: Rows, tokenizer: Any, args: Any, model: str) -> TemplateAudit | None:
-    """The audit of the template, where rows are chats."""
-    from transformers import GenerationConfig
-
-    from posttrain.data.audit import audit_template
-    from posttrain.data.formats import is_conversational, maybe_convert_to_chatml
-
-    first = dict(rows.raw[0])
-    if not tokenizer.chat_template or not is_conversational(maybe_convert_to_chatml(first)):
-        return None
-    try:
-        generation = GenerationConfig.from_pretrained(model, **(args.model_init_kwargs or {}))
-    except Exception:  # many models have none, and reading one from the hub fails in many ways
-        generation = None
-    return audit_template(tokenizer, generation_config=generation)
 
 
 def _examples(found: Inspection) -> dict[tuple[str, int], RowView]:

@@ -214,8 +214,9 @@ def _check(row: Mapping[str, Any], found: Format, text_field: str) -> None:
         _one_kind(chat, [name for name in TYPES[found.type] if name != "label"])
         if found.type == "unpaired_preference" and chat["label"] not in (True, False):
             raise DataError(f"column 'label' is {_shown(chat['label'])}; write true or false.")
-    _tools(row.get("tools"))
-    _kwargs(row.get("chat_template_kwargs"))
+    if found.conversational:  # text has no template that would read them
+        _tools(row.get("tools"))
+        _kwargs(row.get("chat_template_kwargs"))
 
 
 def _shown(value: Any) -> str:
@@ -301,11 +302,17 @@ def _kwargs(kwargs: Any) -> None:
         raise DataError(f"column 'chat_template_kwargs' is {_shown(kwargs)}; write a mapping.")
 
 
-class FormatChecker:
-    """Looks at rows as they pass, and holds them to the format of the first."""
+def without_label(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The row without `label`. Only unpaired preference reads that column; elsewhere it may hold anything, or nothing
+    in some rows."""
+    return {name: value for name, value in row.items() if name != "label"} if "label" in row else row
 
-    def __init__(self, text_field: str = "text", strict: bool = True) -> None:
-        self.text_field, self.strict = text_field, strict
+
+class FormatChecker:
+    """Looks at rows as they pass, and holds them to the format of the first. Without `labels`, whatever `label` is."""
+
+    def __init__(self, text_field: str = "text", strict: bool = True, labels: bool = True) -> None:
+        self.text_field, self.strict, self.labels = text_field, strict, labels
         self.first: tuple[Format | None, str] | None = None
 
     def see(self, row: Mapping[str, Any], name: Callable[[], str]) -> None:
@@ -313,6 +320,7 @@ class FormatChecker:
 
         Without `strict`, rows of no known type pass, as long as all are.
         """
+        row = row if self.labels else without_label(row)
         found = format_of(row, self.text_field)
         if self.first is None:
             self.first = found, name()

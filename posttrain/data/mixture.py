@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from posttrain.data.config import DatasetConfig, DatasetMixtureConfig
-from posttrain.data.formats import format_of
+from posttrain.data.formats import format_of, without_label
 from posttrain.data.joining import STOPPING_RULES, concatenate, drawn, interleave, is_stream, pack, unpack
 from posttrain.data.sources import as_dict, load_part
 from posttrain.errors import ConfigError, DataError, EmptyDataError, suggest
@@ -206,7 +206,7 @@ def _check_fit(sources: Sequence[DatasetConfig], parts: Sequence[Any]) -> None:
                 f"{source.path!r} has the columns {sorted(own)} and {sources[0].path!r} has {sorted(names[0])}; "
                 f"{sorted(odd)} are not in both. Name those to keep with `columns`, and others with `rename_columns`."
             )
-        found, first = format_of(row), format_of(rows[0])
+        found, first = (format_of(without_label(each)) for each in (row, rows[0]))
         if found != first:
             raise DataError(
                 f"{source.path!r} is {_say(found, row)} and {sources[0].path!r} is {_say(first, rows[0])}; a mixture "

@@ -119,6 +119,8 @@ class PreparationReport:
     rows_too_long: int = 0  # dropped
     tokens: int = 0
     targets: int = 0
+    rows_weighed: int = 0  # with a weight of their own that is not 1 (`sample_weight`, `loss_weights`)
+    turns_weighed: int = 0  # the same of turns (`weight`, `train`), and those whose thinking is left out
     examples: dict[str, list[int]] = field(default_factory=dict)
 
     def summary(self) -> str:
@@ -134,6 +136,9 @@ class PreparationReport:
             made = f"{count_of(self.rows_split, 'row')} split in {count_of(self.pieces, 'piece')}"
             empty = self.pieces_without_targets
             parts.append(made + (f", {empty} without targets dropped" if empty else ""))
+        if self.rows_weighed or self.turns_weighed:
+            both = ((self.rows_weighed, "row"), (self.turns_weighed, "turn"))
+            parts.append(f"{' and '.join(count_of(n, noun) for n, noun in both if n)} with a weight other than 1")
         return "; ".join(parts)
 
     def add(self, states: Any, cut: Any, tokens: Any, targets: Any, sources: Any) -> None:
@@ -162,6 +167,11 @@ class PreparationReport:
         ):
             held = self.examples.setdefault(name, [])
             held.extend(source[where][: EXAMPLES - len(held)].tolist())
+
+    def add_weighed(self, rows: Any, turns: Any) -> None:
+        """Count rows and turns whose weight is not 1."""
+        self.rows_weighed += int(np.sum(rows))
+        self.turns_weighed += int(np.sum(turns))
 
     def why_empty(self, max_length: int | None) -> str:
         """Why no row is left, and what to change."""

@@ -65,7 +65,7 @@ def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, d
     if isinstance(columns, Mapping):  # of a DatasetDict, by split
         columns = next(iter(columns.values()), [])
     if columns is None:  # of a stream, known from its first row
-        columns = list(next(iter(dataset)))
+        columns = list(next(iter(dataset), {}))
     if not {"chosen", "rejected"} <= set(columns):
         return dataset
     return unpair_preference_dataset(dataset, num_proc=num_proc, desc=desc)

@@ -13,6 +13,7 @@ import importlib
 import io
 import json
 import lzma
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -238,11 +239,20 @@ def _whole(text: str) -> int:
     return value
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise _Refused(f"the number {text[:30]} does not fit in 64 bits; write it as text.")
+    return value
+
+
 def _constant(name: str) -> Any:
     raise _Refused(f"holds {name}, which is no JSON; write null, or leave the key out.")
 
 
-_JSON = json.JSONDecoder(object_pairs_hook=_unique, parse_int=_whole, parse_constant=_constant, strict=False)
+_JSON = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_int=_whole, parse_float=_finite, parse_constant=_constant, strict=False
+)
 
 
 def _json(stream: IO[bytes]) -> Numbered:
@@ -319,18 +329,18 @@ def _record(header: list[str], cells: list[str], line: int) -> Row:
             f"{len(cells)} values and {len(header)} columns ({', '.join(header)}); put quotes around values that hold "
             "the separator.",
         )
-    return {name: _cell(name, text, line) for name, text in zip(header, cells, strict=True)}
+    judged = {"prompt", "completion"} <= set(header)  # elsewhere `label` is a column of anyone's
+    pairs = zip(header, cells, strict=True)
+    return {n: _LABELS.get(t.strip().lower(), t) if n == "label" and judged else _cell(n, t, line) for n, t in pairs}
 
 
 def _cell(name: str, text: str, line: int) -> Any:
-    """Cells are text, as written; only columns that can be no text are read as what they must be."""
-    if name == "label":
-        word = text.strip().lower()
-        if word not in _LABELS:
-            raise BrokenRow(line, f"column 'label' is {text!r}; write true or false.")
-        return _LABELS[word]
+    """Cells are text, as written; only what can be no text is read as what it must be."""
     if name in JSON_CELLS:
-        return _loads(text, line) if text.strip() else None
+        if text.strip() in ("", "null"):
+            return None
+        # `labels` or `tools` may also be someone's words; a chat that is none is refused by what checks formats.
+        return _loads(text, line) if text.lstrip().startswith(("[", "{")) else text
     if name in CHAT_CELLS and text.lstrip().startswith("[{"):
         try:
             value = _JSON.decode(text.strip())

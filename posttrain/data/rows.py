@@ -18,6 +18,7 @@ from posttrain.errors import ConfigError, DataError, EmptyDataError
 
 # Rows a stream is read ahead by: enough to tokenize together, few enough to start at once.
 STREAM_BATCH = 32
+WEIGHED = ("row_weighed", "turns_weighed")
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ def prepare_sft(
     prepared = dataset.map(prepare, num_proc=num_proc, desc=f"Preparing the {name} set", **arguments)
     counted = [np.asarray(prepared.data.column(c)) for c in ("state", "cut", "tokens", "targets", "source")]
     report.add(*counted)
+    report.add_weighed(*(np.asarray(prepared.data.column(c)) for c in WEIGHED))
     if not report.rows_kept and not allow_empty:
         raise EmptyDataError(report.why_empty(options.max_length))
     laid = np.isin(counted[0], (KEPT, CONTINUED))
@@ -141,7 +143,7 @@ def _features(counted: bool) -> Any:
 
     features = {"input_ids": List(Value("int32")), "weights": List(Value("float32")), "source": Value("int64")}
     if counted:
-        features |= {name: Value("int32") for name in ("state", "cut", "tokens", "targets")}
+        features |= {name: Value("int32") for name in ("state", "cut", "tokens", "targets", *WEIGHED)}
     return Features(features)
 
 
@@ -189,7 +191,7 @@ class _Preparer:
         self.report = report
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
-        whole = self.encode(batch, indices)
+        whole, weighed = self._encoded(batch, indices)
         limit = self.options.limit
         made = [
             (index, piece)
@@ -208,8 +210,12 @@ class _Preparer:
             "tokens": [len(ids) for ids in out["input_ids"]],
             "targets": [int(np.count_nonzero(weights)) for weights in out["weights"]],
         }
+        for at, name in enumerate(WEIGHED):  # on the first piece of each row
+            left = dict(zip(indices, (pair[at] for pair in weighed), strict=True))
+            counts[name] = [left.pop(index, 0) for index, _ in made]
         if self.report is None:
             return out | counts
+        self.report.add_weighed(*(counts[name] for name in WEIGHED))
         self.report.add(states, counts["cut"], counts["tokens"], counts["targets"], out["source"])
         # A stream hands on what it is given, and rows are lists everywhere else.
         out |= {name: [values.tolist() for values in out[name]] for name in ("input_ids", "weights")}
@@ -220,12 +226,22 @@ class _Preparer:
 
     def encode(self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
         """The whole rows, before `max_length`: token ids and weights of each."""
+        return self._encoded(batch, indices)[0]
+
+    def _encoded(
+        self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int]
+    ) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[tuple[int, int]]]:
+        """What `encode` gives; and of each row whether it has a weight of its own, and how many of its turns have."""
         rows = [{column: values[at] for column, values in batch.items()} for at in range(len(indices))]
         if self.kind == "tokenized":
-            return [self._at(index, _tokenized, row, self.options) for index, row in zip(indices, rows, strict=True)]
-        return self.encoder.encode(
-            [self._at(index, self._weighed, row) for index, row in zip(indices, rows, strict=True)]
-        )
+            whole = [self._at(index, _tokenized, row, self.options) for index, row in zip(indices, rows, strict=True)]
+            own = (token_weights(row, len(row["input_ids"])) for row in rows)
+            return whole, [(int((weights != 1).any()), 0) for weights in own]
+        drafts = [self._at(index, self._weighed, row) for index, row in zip(indices, rows, strict=True)]
+        turns = ([weight for weight in draft.weights or () if weight != 1] for draft in drafts)
+        return self.encoder.encode(drafts), [
+            (int(draft.weight != 1), len(own)) for draft, own in zip(drafts, turns, strict=True)
+        ]
 
     def _at(self, index: int, fn: Callable[..., Any], *arguments: Any) -> Any:
         try:

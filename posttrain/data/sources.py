@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
-from posttrain.data.formats import format_of
+from posttrain.data.formats import format_of, without_label
 from posttrain.data.joining import concatenate, is_stream
 from posttrain.data.readers import COMPRESSED, TEXT_FILES, endings, read_rows
 from posttrain.data.tables import check_tables, checked_rows, first_row, read_table
@@ -295,7 +295,7 @@ def _stream(files: Sequence[Path], check: bool) -> Any:
     from datasets import IterableDataset
 
     row, where = first_row(files)
-    kwargs = {"files": [str(file) for file in files], "check": check, "first": (format_of(row), where)}
+    kwargs = {"files": [str(file) for file in files], "check": check, "first": (format_of(without_label(row)), where)}
     return IterableDataset.from_generator(checked_rows, gen_kwargs=kwargs)
 
 

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from posttrain.data.columns import Column, encoded, features_of, observe, plain_schema
-from posttrain.data.formats import TYPES, Format, FormatChecker, format_of
+from posttrain.data.formats import TYPES, Format, FormatChecker, format_of, without_label
 from posttrain.data.readers import Row, place, read_rows
 from posttrain.errors import DataError, EmptyDataError
 
 # Changes when the same file would give another table.
-VERSION = "1"
+VERSION = "2"
 # Few enough to hold when they are huge.
 ROWS_AT_ONCE = 256
 
@@ -32,7 +32,7 @@ def checked_rows(files: Sequence[Path | str], check: bool, first: First | None =
 
     With `first` (a format, and the row that had it), to that one. Raises `DataError` naming file and line.
     """
-    checker = FormatChecker(strict=False)
+    checker = FormatChecker(strict=False, labels=False)
     checker.first = first
     for file in files:
         for line, row in read_rows(file):
@@ -51,10 +51,17 @@ def read_table(files: Sequence[Path], check: bool = True) -> Any:
     from filelock import FileLock
 
     target = _cache_file(files, check)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{target}.lock"):
-        if not target.exists():
-            _write(files, check, target)
+    try:
+        if not target.exists():  # looked for first: a cache that is full of tables may be read-only
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{target}.lock"):
+                if not target.exists():
+                    _write(files, check, target)
+    except OSError as error:
+        raise DataError(
+            f"The table of {[str(file) for file in files]} cannot be written to {str(target.parent)!r} ({error}); make "
+            "room there, or set HF_DATASETS_CACHE to a folder that can be written."
+        ) from error
     return Dataset.from_file(str(target))
 
 
@@ -94,11 +101,6 @@ def _write(files: Sequence[Path], check: bool, target: Path) -> None:
         os.replace(partial, target)
     except pa.ArrowException as error:
         raise DataError(f"{_named(files)} rows that make no table ({error}); write simpler values.") from error
-    except OSError as error:
-        raise DataError(
-            f"The table of {[str(file) for file in files]} cannot be written to {str(target.parent)!r} ({error}); make "
-            "room there, or set HF_DATASETS_CACHE to another folder."
-        ) from error
     finally:
         Path(partial).unlink(missing_ok=True)
 
@@ -143,13 +145,13 @@ def check_tables(parts: Mapping[str, Any], path: str, check: bool) -> None:
 def _check_one_format(rows: Any, path: str) -> None:
     """Look at which columns hold something, and read one row of each kind."""
     own = {"text", "conversations", *(column for columns in TYPES.values() for column in columns)}
-    known = [name for name in rows.column_names if name in own]
+    known = [name for name in rows.column_names if name in own and name != "label"]
     if not known:
         return
     table = rows.with_format("arrow")[:]
     held = np.stack([np.asarray(table[name].is_valid()) for name in known])
     _, places = np.unique(held, axis=1, return_index=True)
-    formats = {int(index): format_of(rows[int(index)]) for index in sorted(places)}
+    formats = {int(index): format_of(without_label(rows[int(index)])) for index in sorted(places)}
     first, *others = formats
     for other in others:
         if formats[other] != formats[first]:

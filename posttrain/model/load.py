@@ -74,9 +74,14 @@ def learned_positions(prepared: Prepared) -> int | None:
     return limit if any(table.num_embeddings in (limit, (limit or 0) + 2) for table in tables) else None
 
 
-def _hub_kwargs(options: LoadOptions) -> dict[str, Any]:
+def hub_kwargs(options: LoadOptions) -> dict[str, Any]:
+    """Of the arguments of `from_pretrained`, those that say where and how files are found: for all but the weights."""
     given = options.init_kwargs or {}
-    kept = {name: given[name] for name in ("revision", "trust_remote_code") if given.get(name) is not None}
+    kept = {
+        name: given[name]
+        for name in ("revision", "trust_remote_code", "token", "cache_dir")
+        if given.get(name) is not None
+    }
     return {"trust_remote_code": options.trust_remote_code, **kept}
 
 
@@ -101,7 +106,7 @@ def check_model_source(
     if path.is_file():
         hint = _GGUF if path.suffix == ".gguf" else "give the folder that `save_pretrained` wrote."
         raise ModelError(f"`model` is the file {source!r}; {hint}")
-    kwargs = _hub_kwargs(options)
+    kwargs = hub_kwargs(options)
     adapter = find_adapter(source, kwargs.get("revision"))
     if adapter is None:
         if quantization_config is not None and peft_config is None:
@@ -118,7 +123,7 @@ def check_model_source(
 def base_config(adapter: SavedAdapter, options: LoadOptions) -> Any:
     """The config of an adapter's base. Raises `ModelError` where it is not there."""
     what = f"`model` is the adapter {adapter.source!r}, whose base (`base_model_name_or_path` in its "
-    kwargs = _hub_kwargs(options) | {"revision": adapter.base_revision}
+    kwargs = hub_kwargs(options) | {"revision": adapter.base_revision}
     return _read_config(adapter.base, kwargs, f"{what}adapter_config.json) is {adapter.base!r}")
 
 
@@ -131,7 +136,7 @@ def _read_config(source: str, kwargs: dict[str, Any], what: str) -> Any:
 
 def load_tokenizer(source: Any, options: LoadOptions) -> Any:
     """The tokenizer that belongs to a model given by name, path or object; an adapter without one has its base's."""
-    name, kwargs = source if isinstance(source, str) else base_model(source).config._name_or_path, _hub_kwargs(options)
+    name, kwargs = source if isinstance(source, str) else base_model(source).config._name_or_path, hub_kwargs(options)
     adapter = find_adapter(source, kwargs.get("revision"))
     try:
         try:
@@ -209,7 +214,7 @@ def _take_tokens(model: Any, peft_config: Any, ids: list[int]) -> Any:
 def load_weights(source: str, options: LoadOptions, adapted: bool, quantization_config: Any, trainable: bool = True):
     """A model, or an adapter on its base. Full fine-tuning keeps float32 master weights; under an adapter the frozen
     base keeps its own dtype."""
-    adapter = find_adapter(source, _hub_kwargs(options).get("revision"))
+    adapter = find_adapter(source, hub_kwargs(options).get("revision"))
     if adapter is None:
         return _load(source, options, adapted, quantization_config)
     kwargs = {k: v for k, v in (options.init_kwargs or {}).items() if k != "revision"}
@@ -231,7 +236,7 @@ def _load(source: str, options: LoadOptions, adapted: bool, quantization_config:
         kwargs["quantization_config"] = quantization_config
     kwargs.setdefault("trust_remote_code", options.trust_remote_code)
     try:
-        model = auto_class(AutoConfig.from_pretrained(source, **_hub_kwargs(options))).from_pretrained(source, **kwargs)
+        model = auto_class(AutoConfig.from_pretrained(source, **hub_kwargs(options))).from_pretrained(source, **kwargs)
     except Exception as error:
         raise ModelError(f"`model` is {source!r}, which cannot be loaded: {_first_line(error)}") from error
     if dtype is None and quantization_config is None and model.dtype == torch.bfloat16 and not native_bf16():

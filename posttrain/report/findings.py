@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,12 +49,15 @@ class Inspection:
         return self.findings[0].gravity if self.findings else "good"
 
 
-def find(sets: Sequence[Survey], packing: Packing | None, audit: TemplateAudit | None) -> tuple[Finding, ...]:
-    """Every finding, the gravest first and, among equals, the one of most rows."""
+def find(
+    sets: Sequence[Survey], packing: Packing | None, audit: TemplateAudit | None, accepted: Collection[str] = ()
+) -> tuple[Finding, ...]:
+    """Every finding, the gravest first and, among equals, the one of most rows. accepted: checks of the audit whose
+    failure stops no run."""
     found: list[Finding] = []
     for each in sets:
         found += [*_encoding(each), *_dropped(each), *_tokens(each), *_cut(each), *_share(each), *_sampled(each)]
-    found += [*_alike(sets), *_audited(audit), *_packed(packing)]
+    found += [*_alike(sets), *_audited(audit, accepted), *_packed(packing)]
     if not any(f.gravity in ("fault", "warning") for f in found):
         found.append(Finding("good", "good", "Nothing wrong was found", _checked(sets, audit)))
     return tuple(sorted(found, key=lambda f: (ORDER.index(f.gravity), -f.count)))
@@ -346,11 +349,11 @@ def _leaked(train: Survey, evaluation: Survey, ids: list[np.ndarray], sources: l
             )
 
 
-def _audited(audit: TemplateAudit | None) -> Iterable[Finding]:
+def _audited(audit: TemplateAudit | None, accepted: Collection[str]) -> Iterable[Finding]:
     for check in audit.checks if audit is not None else ():
         if check.verdict != "pass":
             yield Finding(
-                "fault" if check.verdict == "fail" else "note",
+                "note" if check.verdict != "fail" else "warning" if check.name in accepted else "fault",
                 f"template_{check.name}",
                 f"Chat template: {check.name.replace('_', ' ')} ({check.finding})",
                 check.evidence,

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from posttrain.data.audit import TemplateAudit, audit_policy, audit_template, write_audit
+from posttrain.data.audit import CHECKS, TemplateAudit, audit_policy, audit_template, write_audit
 from posttrain.data.formats import is_conversational, maybe_convert_to_chatml
 from posttrain.data.template import parse_kwargs
 from posttrain.errors import DataError, PosttrainError
+from posttrain.model.load import hub_kwargs
 from posttrain.parallel.ranks import say
+from posttrain.trainer.config import load_options
 
 
 def audit_at_start(
@@ -25,17 +28,16 @@ def audit_at_start(
     and token ids need no template and no audit: then the list is empty.
     Raises `DataError` naming the checks that failed and are not accepted by `template_audit`.
     """
-    first = _first_row(next((rows for rows in datasets if rows is not None), None))
-    policy, accepted = audit_policy(args.template_audit)
-    if policy == "off" or first is None or not _uses_template(first, formatting_func) or not tokenizer.chat_template:
+    rows = next((rows for rows in datasets if rows is not None), None)
+    if audit_policy(args.template_audit)[0] == "off":
         return []
-    kwargs = parse_kwargs(first.get("chat_template_kwargs"))
-    audit = audit_template(tokenizer, generation_config=_generation_config(model), template_kwargs=kwargs)
+    found = audit_of(tokenizer, args, model, rows, formatting_func)
+    if found is None:
+        return []
+    audit, accepted = found
     say(audit.text(only_doubts=True))
-    if not getattr(args, "assistant_only_loss", True):
-        accepted |= {"turns"}  # the whole text is trained: where the turns lie does not matter
     failed = [check for check in audit.failed if check.name not in accepted]
-    if failed and policy == "error":
+    if failed:
         why = "; ".join(f"{check.name} ({check.finding}): {check.evidence}" for check in failed)
         names = ", ".join(check.name for check in failed)
         raise DataError(
@@ -43,6 +45,28 @@ def audit_at_start(
             f"accept it by name: `template_audit: [{names}]`."
         )
     return [TemplateAuditCallback(audit)]
+
+
+def audit_of(
+    tokenizer: Any, args: Any, model: Any, rows: Any, formatting_func: Callable[[dict[str, Any]], Any] | None = None
+) -> tuple[TemplateAudit, frozenset[str]] | None:
+    """The audit of the template that rows are rendered with, and the checks whose failure stops nothing; None where no
+    template is used. Its parts are those of `audit_at_start`."""
+    first = _first_row(rows)
+    if first is None or not tokenizer.chat_template or not _uses_template(first, formatting_func):
+        return None
+    generation, unknown = _generation_config(model, args)
+    kwargs = parse_kwargs(first.get("chat_template_kwargs"))
+    audit = audit_template(tokenizer, generation_config=generation, template_kwargs=kwargs)
+    if unknown:
+        told = (replace(c, evidence=c.evidence + unknown) if c.name == "eos" else c for c in audit.checks)
+        audit = replace(audit, checks=tuple(told))
+    policy, accepted = audit_policy(args.template_audit)
+    if policy != "error":
+        accepted = frozenset(CHECKS)
+    if not getattr(args, "assistant_only_loss", True):
+        accepted |= {"turns"}  # the whole text is trained: where the turns lie does not matter
+    return audit, accepted
 
 
 def _first_row(rows: Any) -> Mapping[str, Any] | None:
@@ -64,13 +88,15 @@ def _uses_template(first: Mapping[str, Any], formatting_func: Callable[[dict[str
         return False
 
 
-def _generation_config(model: Any) -> Any:
+def _generation_config(model: Any, args: Any) -> tuple[Any, str]:
+    """The model's generation config, or None and why it is not known."""
     if not isinstance(model, str):
-        return getattr(model, "generation_config", None)
+        return getattr(model, "generation_config", None), ""
     try:
-        return GenerationConfig.from_pretrained(model)
-    except Exception:  # many models come without the file, and an adapter has none
-        return None
+        return GenerationConfig.from_pretrained(model, **hub_kwargs(load_options(args))), ""
+    except Exception as error:  # many models come without the file, and an adapter has none
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return None, f"; the model's own `eos_token_id` is unknown, because {why:.150}"
 
 
 class TemplateAuditCallback(TrainerCallback):

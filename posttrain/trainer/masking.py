@@ -7,12 +7,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MASK = "***"
-# A name of one of these, or that ends in one: hub_token, HF_TOKEN, WANDB_API_KEY. Not `pad_token` or `eos_token`.
+# A name of one of these, or that ends in one: access_token, WANDB_API_KEY, X-Api-Key.
 _NAMES = re.compile(
-    r"(^|.*_)(api_?key|access_?key|secret(_key)?|password|passwd|credentials?|auth_?token|hub_token|private_key)$"
-    r"|^(token|.*_TOKEN|.*_KEY|.*_PAT)$"
+    r"(^|.*_)(api_?key|access_?key|private_?key|secret(_key)?|password|passwd|passphrase|credentials?|authorization"
+    r"|(auth)?token)$"
 )
-_LOWER = re.compile(r"(^|.*_)(api_?key|access_?key|secret(_key)?|password|passwd|credentials?|auth_?token|hub_token)$")
+_VARIABLES = re.compile(r".*_(TOKEN|KEY|PAT)$")
+# Tokens of text, which tokenizers and their kin name: eos_token, image_token, end_of_turn_token.
+_OF_TEXT = re.compile(
+    r"(^|.*_)(pad|padding|eos|bos|unk|sep|cls|mask|start|end|stop|turn|image|audio|video|vision|boi|eoi|boa|eoa|sot|eot"
+    r"|eom|prefix|suffix|middle|think|special|first|last|per|new|text)_token$"
+)
 # What secrets look like wherever they stand: Hugging Face, OpenAI, GitHub and AWS keys, and those in an address.
 _VALUES = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|AKIA[A-Z0-9]{12,})")
 _ADDRESS = re.compile(r"(\w+://[^\s/:@]*:)[^\s/@]+@")
@@ -20,7 +25,8 @@ _ADDRESS = re.compile(r"(\w+://[^\s/:@]*:)[^\s/@]+@")
 
 def is_secret(name: str) -> bool:
     """e.g. hub_token, HF_TOKEN, WANDB_API_KEY, token -> True; pad_token, max_tokens -> False"""
-    return bool(_NAMES.match(name) or _LOWER.match(name.lower()))
+    plain = name.lower().replace("-", "_")
+    return bool(_VARIABLES.match(name) or (_NAMES.match(plain) and not _OF_TEXT.match(plain)))
 
 
 def masked(value: Any) -> Any:
