@@ -81,6 +81,7 @@ def prepare_sft(
         "features": _features(counted=not streaming),
     }
     if streaming:
+        prepare.known = frozenset(columns)
         prepared = dataset.map(prepare, batch_size=STREAM_BATCH, **arguments)
         # Selected again: a later row may bring columns the first one did not have.
         return prepared.select_columns(["input_ids", "weights", "source"]), report
@@ -189,6 +190,7 @@ class _Preparer:
         self.kind = kind
         self.name = name
         self.report = report
+        self.known: frozenset[str] | None = None  # columns of a stream that are taken away
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
         whole, weighed = self._encoded(batch, indices)
@@ -219,10 +221,13 @@ class _Preparer:
         self.report.add(states, counts["cut"], counts["tokens"], counts["targets"], out["source"])
         # A stream hands on what it is given, and rows are lists everywhere else.
         out |= {name: [values.tolist() for values in out[name]] for name in ("input_ids", "weights")}
-        return {
+        kept = {
             name: [v for v, s in zip(values, states, strict=True) if s in (KEPT, CONTINUED)]
             for name, values in out.items()
         }
+        # A column that only later rows have stays in the stream, and must be as long as the others.
+        late = [name for name in batch if name not in kept and name not in (self.known or ())]
+        return kept | {name: [None] * len(kept["source"]) for name in late}
 
     def encode(self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
         """The whole rows, before `max_length`: token ids and weights of each."""

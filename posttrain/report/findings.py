@@ -66,8 +66,8 @@ def find(
 def _checked(sets: Sequence[Survey], audit: TemplateAudit | None) -> str:
     read = " and ".join(f"{len(each.rows.numbers):,} {each.rows.name} rows" for each in sets)
     return (
-        f"{read} were encoded as training does, and looked at for masked, cut, empty, unfinished, repeated, leaked and garbled "
-        f"rows{'; the chat template was audited' if audit is not None else ''}."
+        f"{read} were encoded as training does, and looked at for masked, cut, empty, unfinished, repeated, leaked and "
+        f"garbled rows{'; the chat template was audited' if audit is not None else ''}."
     )
 
 

@@ -280,6 +280,7 @@ def going_on(
     trainer: Any, found: tuple[int, int], max_steps: int, updates: int, epochs: int, checkpoint: str | None, trial: Any
 ) -> tuple[int, int]:
     """The epoch and the micro-batch of it where a run begins, after the base class has read the state."""
+    trainer.state.compute_steps(trainer.args, max_steps)  # logging and saving as asked now, not as they were
     best = trainer.state.best_global_step
     if checkpoint is not None and best and trainer.state.best_model_checkpoint is None:
         beside = Path(checkpoint).parent / f"checkpoint-{best}"  # its path is that of another folder, or has moved

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -49,8 +50,9 @@ class Tolerance(NamedTuple):
     logp: float
 
 
-FULL, HALF = Tolerance(1e-4, 1e-3, 1e-4), Tolerance(2e-2, 0.1, 0.05)
-"""In float32, and where products are in bfloat16 or float16."""
+FULL, HALF = Tolerance(1e-4, 1e-3, 1e-4), Tolerance(2e-2, 0.1, 0.25)
+"""In float32, and where products are in bfloat16 or float16. A row that sees another moves by a few nats."""
+_NOT_FINITE = "a loss is not finite; the first step names its rows"
 
 
 @dataclass(frozen=True)
@@ -129,14 +131,20 @@ class SelfChecks(TrainerCallback):
         failed = [f"{f.name}: {f.text}" for f in self.findings if f.verdict == "fail"]
         if self._only:
             raise _Checked
-        for found in self.findings:
-            if found.verdict == "warn":
-                say(f"self-check {found.name}: {found.text}")
+        say(_summary(self.findings))
         if failed:
             raise SelfCheckError(
                 f"self-checks failed before the first step. {'; '.join(failed)}. docs/troubleshooting.md says what "
                 "each means; `skip_self_checks` leaves one out by name."
             )
+
+
+def _summary(findings: Sequence[Finding]) -> str:
+    """One line of what passed, and one for each check that did not."""
+    passed = ", ".join(f.name for f in findings if f.verdict == "pass") or "none"
+    said = {"warn": "", "skip": "skipped, "}
+    rest = [f"\nself-check {f.name}: {said[f.verdict]}{f.text}" for f in findings if f.verdict in said]
+    return f"self-checks passed: {passed}{''.join(rest)}"
 
 
 def report(findings: Sequence[Finding]) -> str:
@@ -170,13 +178,25 @@ def _chosen(engine: Any, micro: Any) -> list[Experience]:
     """The first units that fit, as many on every rank, since under FSDP2 every forward is taken together."""
     found: list[Experience] = []
     left = TOKENS
-    for unit in (u for pieces in micro for e in pieces for u in e.split(1) if u.batch.num_sequences):
+    for whole_unit in (u for pieces in micro for e in pieces for u in e.split(1) if u.batch.num_sequences):
+        unit = _cut(whole_unit)
         if unit.batch.num_tokens <= left and float(engine.unit(unit)) > 0:
             found.append(unit)
             left -= unit.batch.num_tokens
         if len(found) == ROWS:
             break
     return found[: -all_max([-len(found)], engine.args.device)[0]]
+
+
+def _cut(unit: Experience) -> Experience:
+    """A long row, from a little before its first target on: the checks ask nothing of all of it."""
+    size = TOKENS // ROWS
+    if type(unit) is not Experience or unit.batch.num_tokens <= size or unit.batch.num_sequences != 1:
+        return unit
+    (row,) = rows_of(unit.batch)
+    start = max(0, int(np.flatnonzero(row.weights)[0]) - size // 2) if any(row.weights) else 0
+    part = Row(row.input_ids[start : start + size], row.weights[start : start + size])
+    return Experience(build_forest([part], sources=unit.batch.source))
 
 
 @contextlib.contextmanager
@@ -295,6 +315,8 @@ def _gradients(engine: Any) -> tuple[dict[str, float | None], Tensor]:
 def _compare(engine: Any, one: _Pass | None, many: _Pass | None, count: int) -> tuple[str, str]:
     if one is None or many is None:
         return "skip", f"the first step has no two rows with targets and at most {TOKENS} tokens together"
+    if not (math.isfinite(one.loss) and math.isfinite(many.loss)):
+        return "skip", _NOT_FINITE
     allowed = _tolerance(engine)
     loss = abs(one.loss - many.loss) / max(abs(one.loss), 1e-6)
     text = f"1 micro-batch of {count} units against {count} of 1: loss {one.loss:.6g} and {many.loss:.6g}"
@@ -312,6 +334,8 @@ def _compare(engine: Any, one: _Pass | None, many: _Pass | None, count: int) -> 
 def _receiving(found: _Pass) -> tuple[str, str]:
     # Few tokens may reach few experts.
     missing = [name for name, norm in found.norms.items() if norm is None and "expert" not in name]
+    if not all(norm is None or math.isfinite(norm) for norm in found.norms.values()):
+        return "skip", _NOT_FINITE
     zero = [name for name, norm in found.norms.items() if norm == 0.0]
     if missing:
         return "fail", f"{len(missing)} of {len(found.norms)} trainable tensors receive no gradient: {_few(missing)}"
@@ -353,6 +377,8 @@ def _forest(engine: Any, chosen: list[Experience]) -> tuple[str, str]:
     with torch.no_grad():
         together = _logps(engine, build_forest(rows, share=share))
         alone = torch.cat([_logps(engine, build_forest([row])) for row in rows])
+    if not bool(alone.isfinite().all()):
+        return "skip", _NOT_FINITE
     difference = float((together - alone).abs().mean())
     allowed = _tolerance(engine).logp
     text = f"{len(alone)} log-probabilities of two rows side by side differ from each alone by {difference:.1e}"
