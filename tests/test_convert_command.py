@@ -10,6 +10,7 @@ import re
 import pytest
 from datasets import load_dataset
 
+from posttrain import files
 from posttrain.cli import convert as command
 from posttrain.cli.main import main
 
@@ -40,7 +41,7 @@ def test_rows_and_counts(here, capsys):
     assert "2 rows in (standard preference), 4 rows out" in capsys.readouterr().out
     rows = rows_in((here / "out.jsonl").read_text())
     assert rows[1] == {"prompt": "2+2=", "completion": "5", "label": False, "id": 1, "score": 0.3}
-    assert (here / "out.jsonl").stat().st_mode & 0o777 == 0o666 & ~command._umask()
+    assert (here / "out.jsonl").stat().st_mode & 0o777 == 0o666 & ~files._umask()
     # And back, with what cannot be paired counted.
     (here / "out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
     assert run("back.jsonl", "preference", "out.jsonl") == 0

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from posttrain.cli.parse import Values, construct
 from posttrain.errors import ConfigError, DataError, EmptyDataError, suggest
+from posttrain.files import whole_file
 
 if TYPE_CHECKING:
     from posttrain.data.config import ConvertArguments
@@ -44,18 +45,11 @@ def convert(values: Values) -> None:
 def _write(out: Path, rows: Iterator[dict[str, Any]], report: ConversionReport, overwrite: bool) -> None:
     """All of the file under its name, or nothing."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    handle, partial = tempfile.mkstemp(prefix=f".{out.name}-", dir=out.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
+    with whole_file(out, partial(_put, overwrite=overwrite)) as path:
+        with path.open("wb") as file:
             _writer(out)(file, rows)
-            file.flush()
-            os.fsync(file.fileno())
         if not report.rows_out:
             raise EmptyDataError(f"No row is left, and {str(out)!r} was not written: {report.summary()}.")
-        os.chmod(partial, 0o666 & ~_umask())
-        _put(partial, out, overwrite)
-    finally:
-        Path(partial).unlink(missing_ok=True)
 
 
 def check(given: dict[str, Any]) -> None:
@@ -96,16 +90,16 @@ def _rows(config: ConvertArguments) -> Iterable[dict[str, Any]]:
     return load_source(path, config.dataset_config, config.dataset_split, streaming)
 
 
-def _put(partial: str, out: Path, overwrite: bool) -> None:
+def _put(made: str, out: Path, overwrite: bool) -> None:
     if overwrite:
-        os.replace(partial, out)
+        os.replace(made, out)
         return
     try:
-        os.link(partial, out)  # fails where another process has written the file since it was looked for
+        os.link(made, out)  # fails where another process has written the file since it was looked for
     except FileExistsError as error:
         raise ConfigError(f"`output` is {str(out)!r}, which exists by now; give another, or --overwrite.") from error
     except OSError:  # a file system without hard links
-        os.replace(partial, out)
+        os.replace(made, out)
 
 
 # Writers
@@ -155,9 +149,3 @@ def _parquet(file: IO[bytes], rows: Iterator[dict[str, Any]]) -> None:
     from posttrain.data.tables import write_parquet
 
     write_parquet(list(rows), file)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -16,6 +16,7 @@ from typing import Any
 from posttrain.data import audit_messages, audit_tokens
 from posttrain.data.audit_probe import Check, Probe
 from posttrain.errors import ConfigError, suggest
+from posttrain.files import whole_file
 
 __all__ = ["CHECKS", "Check", "TemplateAudit", "audit_policy", "audit_template", "write_audit"]
 
@@ -97,7 +98,8 @@ def _under(check: Check) -> str:
 def write_audit(audit: TemplateAudit, folder: str | Path) -> Path:
     """Write `template_audit.json` into a folder and return its path."""
     path = Path(folder) / FILE_NAME
-    path.write_text(json.dumps(audit.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    with whole_file(path) as partial:
+        partial.write_text(json.dumps(audit.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return path
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from posttrain.data.formats import check_chat, is_conversational
+from posttrain.data.formats import STANDARD_ROLES, check_chat, is_conversational
 from posttrain.data.spans import Span, end_of_turn, locate
 from posttrain.data.template import Template, common_prefix, parse_kwargs, parse_tools
 from posttrain.errors import DataError, suggest
@@ -19,8 +19,6 @@ SUPPORTED = (
     {"chosen", "rejected"},
     {"prompt", "completion", "label"},
 )
-# Who may speak. Other roles are taken where the template names them.
-ROLES = ("system", "developer", "user", "assistant", "tool")
 COLUMNS = {"messages", "prompt", "completion", "chosen", "rejected", "label"}
 
 
@@ -110,14 +108,14 @@ def open_prompt(template: Template, prompt: list[dict[str, Any]]) -> str:
 def check_messages(messages: Any, column: str, template: Template | None = None) -> list[dict[str, Any]]:
     """Return the messages, or raise `DataError` naming the column, the message and what is wrong with it.
 
-    With a template, a role must be one of `ROLES` or one that the template names: most templates write any role, so a
-    misspelt one would be a speaker of its own, and never trained.
+    With a template, a role must be one of `STANDARD_ROLES` or one that the template names: most templates write any
+    role, so a misspelt one would be a speaker of its own, and never trained.
     """
     check_chat(messages, column, roles=template is None)
     for index, message in enumerate(messages if template is not None else ()):
         role = message["role"]
-        if template is not None and role not in ROLES and not template.names(role):
-            hint = suggest(role.lower(), ROLES) or f" Write one of {', '.join(ROLES)}."
+        if template is not None and role not in STANDARD_ROLES and not template.names(role):
+            hint = suggest(role.lower(), STANDARD_ROLES) or f" Write one of {', '.join(STANDARD_ROLES)}."
             where = f"column {column!r}, message {index}"
             raise DataError(f"{where} has the role {role!r}, which the chat template does not name.{hint}")
     return [dict(message) for message in messages]

@@ -51,8 +51,10 @@ IMAGE_COLUMNS = ("images", "image", "pixel_values")
 CHAT_COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages")
 # Names of the speakers in ShareGPT files; templates know only the names on the right.
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+# Who may speak in any chat; the others where the template names them.
+STANDARD_ROLES = ("system", "developer", "user", "assistant", "tool")
 # Roles that templates of the model families in use know.
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "environment")
+ROLES = (*STANDARD_ROLES, "function", "ipython", "observation", "environment")
 OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant", "model": "assistant"}
 # What may stand in the place of content.
 INSTEAD = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -18,6 +16,7 @@ from posttrain.data.columns import Column, encoded, features_of, observe, plain_
 from posttrain.data.formats import TYPES, Format, FormatChecker, format_of, without_label
 from posttrain.data.readers import Row, place, read_rows
 from posttrain.errors import DataError, EmptyDataError
+from posttrain.files import whole_file
 
 # Changes when the same file would give another table.
 VERSION = "2"
@@ -94,15 +93,11 @@ def _write(files: Sequence[Path], check: bool, target: Path) -> None:
     if not columns:
         first_row(files)
         raise DataError(f"{_named(files)} rows without a column; write objects with values in them.")
-    handle, partial = tempfile.mkstemp(prefix=target.stem, suffix=".partial", dir=target.parent)
-    os.close(handle)
     try:
-        _write_arrow(files, features_of(columns), partial)
-        os.replace(partial, target)
+        with whole_file(target) as partial:
+            _write_arrow(files, features_of(columns), str(partial))
     except pa.ArrowException as error:
         raise DataError(f"{_named(files)} rows that make no table ({error}); write simpler values.") from error
-    finally:
-        Path(partial).unlink(missing_ok=True)
 
 
 def _write_arrow(files: Sequence[Path], features: Any, path: str) -> None:

@@ -16,6 +16,7 @@ from typing import Literal
 from markupsafe import Markup, escape
 
 from posttrain.errors import ConfigError
+from posttrain.files import whole_file
 from posttrain.report.style import CSS
 
 Gravity = Literal["fault", "warning", "note", "good"]
@@ -59,17 +60,14 @@ def document(
 def write_page(path: str | Path, page: str, field: str) -> None:
     """Write a page, whole or not at all. Raises `ConfigError` naming the field for a place that cannot be written."""
     target = Path(path).expanduser()
-    partial = target.with_name(f".{target.name}.partial")
     try:
-        partial.write_text(page, encoding="utf-8", errors="backslashreplace")
-        partial.replace(target)
+        with whole_file(target) as partial:
+            partial.write_text(page, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise ConfigError(
             f"`{field}` is {str(path)!r}, which cannot be written: {error.strerror or error}; give a file in a folder "
             "that exists."
         ) from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def joined(parts: Iterable[str]) -> Markup:

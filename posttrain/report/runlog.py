@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import ConfigError
+from posttrain.files import read_object
 
 
 @dataclass
@@ -56,14 +57,14 @@ def read_run(path: str | Path) -> Run:
     if log.is_file():
         _follow(run, log.read_text(encoding="utf-8", errors="replace"))
     elif state is not None:
-        history = _json(state).get("log_history", [])
+        history = read_object(state).get("log_history", [])
         run.lines = [line for line in history if "event" not in line]
         run.events = [line for line in history if "event" in line]
         home = folder if (folder / "resolved_config.yaml").is_file() else folder.parent
     else:
         raise ConfigError(f"{str(path)!r} holds no log.jsonl and no trainer_state.json; give the output_dir of a run.")
     run.config = _config(home / "resolved_config.yaml")
-    run.environment = _json(home / "environment.json")
+    run.environment = read_object(home / "environment.json")
     run.samples = [row for row, _ in _rows(home / "completions.jsonl")]
     return run
 
@@ -91,14 +92,6 @@ def _follow(run: Run, text: str) -> None:
         elif entry.get("event") == "resumed":
             run.lines = [each for each in run.lines if each.get("step", 0) <= step]
         (run.events if "event" in entry else run.lines).append(entry)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _rows(path: Path) -> list[tuple[dict[str, Any], int]]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import ConfigError
+from posttrain.files import read_object
 from posttrain.trainer.checkpoints import checkpoints_in, sweep
 
 LOCK = ".lock"
@@ -109,7 +110,7 @@ class _Lock:
 
     def release(self) -> None:
         self._stop.set()
-        if _read(self.path).get("token") == self.token:
+        if read_object(self.path).get("token") == self.token:
             self.path.unlink(missing_ok=True)
 
 
@@ -118,7 +119,7 @@ def refuse_held(path: Path) -> str | None:
 
     On this machine its process is looked up. Of another machine the lock is watched for two and a half heartbeats.
     """
-    holder, me = _read(path), _myself()
+    holder, me = read_object(path), _myself()
     here = bool(holder) and all(holder.get(name) == me[name] for name in ("host", "space"))
     alive = _runs(holder) if here else _is_renewed(path)
     if alive:
@@ -144,14 +145,6 @@ def _is_renewed(path: Path) -> bool:
         if stamp() not in (first, -1):
             return True
     return False
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _myself() -> dict[str, Any]:

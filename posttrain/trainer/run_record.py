@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from posttrain.files import whole_file
 from posttrain.parallel.ranks import say, world_size
 from posttrain.trainer.masking import is_secret, masked, masked_command
 
@@ -115,16 +116,8 @@ def _folder(args: TrainingArguments) -> Path:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with open(partial, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with whole_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def _keep_former(path: Path, text: str, step: int) -> None:
