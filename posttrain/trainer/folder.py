@@ -98,7 +98,7 @@ class _Lock:
             os.rename(self.path, aside)
         except FileNotFoundError:
             return
-        if _read(aside).get("token") != stale:
+        if read_object(aside).get("token") != stale:
             with contextlib.suppress(FileExistsError):
                 os.link(aside, self.path)
         aside.unlink()
