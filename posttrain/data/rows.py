@@ -91,7 +91,7 @@ def prepare_sft(
     from datasets import IterableDataset
 
     if isinstance(dataset, list):
-        dataset = _table(dataset, name)
+        dataset = in_memory(dataset, name)
     streaming = isinstance(dataset, IterableDataset)
     first = next(iter(dataset), None)
     if first is None:
@@ -126,7 +126,7 @@ def prepare_sft(
     return prepared.select_columns(["input_ids", "weights", "source"]), report
 
 
-def _table(rows: list[dict[str, Any]], name: str) -> Any:
+def in_memory(rows: list[dict[str, Any]], name: str) -> Any:
     """Rows in memory as a data set. Images are refused first: beside text they make no table."""
     import pyarrow as pa
     from datasets import Dataset
@@ -216,10 +216,10 @@ class _Preparer:
     def __call__(self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
         rows = [{column: values[at] for column, values in batch.items()} for at in range(len(indices))]
         if self.kind == "tokenized":
-            pairs = [self._at(index, _tokenized, row, self.options) for index, row in zip(indices, rows, strict=True)]
+            pairs = [at_row(index, self.name, _tokenized, row, self.options) for index, row in zip(indices, rows, strict=True)]
         else:
             pairs = self.encoder.encode(
-                [self._at(index, self._draft, row) for index, row in zip(indices, rows, strict=True)]
+                [at_row(index, self.name, self._draft, row) for index, row in zip(indices, rows, strict=True)]
             )
         finished = [_finish(ids, weights, self.options) for ids, weights in pairs]
         states = [state for _, _, state, _ in finished]
@@ -238,12 +238,6 @@ class _Preparer:
         out |= {name: [values.tolist() for values in out[name]] for name in ("input_ids", "weights")}
         return {name: [v for v, s in zip(values, states, strict=True) if s == KEPT] for name, values in out.items()}
 
-    def _at(self, index: int, fn: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return fn(*arguments)
-        except DataError as error:
-            raise DataError(f"Row {index} of the {self.name} set: {error}") from error
-
     def _draft(self, row: dict[str, Any]) -> Draft:
         if self.options.formatting_func is not None:
             value = _formatted(self.options.formatting_func, row)
@@ -256,12 +250,9 @@ class _Preparer:
             return Draft(text, [(0, len(text))], plain=True)
         if self.kind == "messages":
             return self._chat(row)
-        if is_conversational(row):
-            return self._chat_pair(row)
-        prompt, completion = _text(row, "prompt"), _text(row, "completion")
-        start = 0 if self.options.completion_only_loss is False else len(prompt)
-        whole = prompt + completion
-        return Draft(whole, [(start, len(whole))], (len(prompt),) if prompt else (), is_pair=True, plain=True)
+        return completion_draft(
+            self.encoder, row, self.options.completion_only_loss is not False, self.options.assistant_only_loss
+        )
 
     def _chat(self, row: dict[str, Any]) -> Draft:
         template = template_of(self.encoder.tokenizer, row)
@@ -272,16 +263,33 @@ class _Preparer:
         text, spans = chat_spans(template, messages)
         return Draft(text, spans, tuple(start for start, _ in spans if start))
 
-    def _chat_pair(self, row: dict[str, Any]) -> Draft:
-        template = template_of(self.encoder.tokenizer, row)
-        prompt, completion = (check_messages(row.get(name), name) for name in ("prompt", "completion"))
-        text, (border, end) = completion_spans(template, prompt, completion)
-        spans = [(border, end)] if self.options.completion_only_loss is not False else [(0, len(text))]
-        if self.options.assistant_only_loss:
-            _, turns = chat_spans(template, [*prompt, *completion])
-            low = spans[0][0]
-            spans = [(max(start, low), stop) for start, stop in turns if stop > low]
-        return Draft(text, spans, (border,) if border else (), is_pair=True)
+
+def at_row(index: int, name: str, fn: Callable[..., Any], *arguments: Any) -> Any:
+    """`fn(*arguments)`, whose `DataError` then says which row it is about."""
+    try:
+        return fn(*arguments)
+    except DataError as error:
+        raise DataError(f"Row {index} of the {name} set: {error}") from error
+
+
+def completion_draft(
+    encoder: Encoder, row: Mapping[str, Any], completion_only: bool = True, assistant_only: bool = False
+) -> Draft:
+    """`prompt` and `completion`, both text or both messages, as a text of which the completion is trained."""
+    if not is_conversational(row):
+        prompt, completion = _text(row, "prompt"), _text(row, "completion")
+        whole = prompt + completion
+        start = len(prompt) if completion_only else 0
+        return Draft(whole, [(start, len(whole))], (len(prompt),) if prompt else (), is_pair=True, plain=True)
+    template = template_of(encoder.tokenizer, row)
+    messages, answer = (check_messages(row.get(name), name) for name in ("prompt", "completion"))
+    text, (border, end) = completion_spans(template, messages, answer)
+    spans = [(border, end)] if completion_only else [(0, len(text))]
+    if assistant_only:
+        _, turns = chat_spans(template, [*messages, *answer])
+        low = spans[0][0]
+        spans = [(max(start, low), stop) for start, stop in turns if stop > low]
+    return Draft(text, spans, (border,) if border else (), is_pair=True)
 
 
 def _text(row: Mapping[str, Any], column: str) -> str:

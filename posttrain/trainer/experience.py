@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from posttrain.data.forest import split_forest
+from posttrain.data.forest import select, split_sequences
 from posttrain.types import TokenBatch
 
 
@@ -21,7 +21,12 @@ class Experience:
 
     def split(self, max_tokens: int) -> Sequence[Experience]:
         """Pieces of at most `max_tokens` tokens, cut between units."""
-        return [replace(self, batch=piece) for piece in split_forest(self.batch, max_tokens)]
+        parts = split_sequences(self.batch, max_tokens)
+        return [self] if len(parts) == 1 else [self.part(sequences) for sequences in parts]
+
+    def part(self, sequences: list[int]) -> Experience:
+        """What belongs to some of the sequences, which hold whole units."""
+        return replace(self, batch=select(self.batch, sequences))
 
     def to(self, device: torch.device) -> Experience:
         return replace(self, batch=self.batch.to(device, non_blocking=True))
