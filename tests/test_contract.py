@@ -7,6 +7,7 @@ calls, or the base class on its behalf, and the parameters relied on. `ORDER`: w
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Trainer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from posttrain.trainer import saving
 from posttrain.trainer.engine import Engine
 
 OVERRIDDEN: dict[str, list[str]] = {
@@ -38,7 +40,14 @@ OVERRIDDEN: dict[str, list[str]] = {
     "_get_grad_norm": ["self", "model", "grad_norm"],
     "log": ["self", "logs", "start_time"],
     "_save_checkpoint": ["self", "model", "trial"],
-    "_save_rng_state": ["self", "output_dir"],
+    "_init_training_state": [
+        "self",
+        "max_steps",
+        "num_update_steps_per_epoch",
+        "num_train_epochs",
+        "resume_from_checkpoint",
+        "trial",
+    ],
     "_save_optimizer_and_scheduler": ["self", "output_dir"],
     "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
     "_load_optimizer_and_scheduler": ["self", "checkpoint"],
@@ -59,6 +68,10 @@ USED: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "Trainer._wrap_model": (Trainer._wrap_model, ["self", "model", "training", "dataloader"]),
     "Trainer.compute_loss_context_manager": (Trainer.compute_loss_context_manager, ["self"]),
     "Trainer._load_rng_state": (Trainer._load_rng_state, ["self", "checkpoint"]),
+    "Trainer._save_rng_state": (Trainer._save_rng_state, ["self", "output_dir"]),
+    "Trainer._save_scaler": (Trainer._save_scaler, ["self", "output_dir"]),
+    "Trainer._push_from_checkpoint": (Trainer._push_from_checkpoint, ["self", "checkpoint_folder"]),
+    "Trainer._get_output_dir": (Trainer._get_output_dir, ["self", "trial"]),
     "accelerate.skip_first_batches": (accelerate.skip_first_batches, ["dataloader", "num_batches"]),
     "Accelerator.no_sync": (accelerate.Accelerator.no_sync, ["self", "model"]),
     "Accelerator._prepare_fsdp2": (accelerate.Accelerator._prepare_fsdp2, ["self", "args"]),
@@ -132,6 +145,16 @@ def test_order_of_the_training_loop():
         found = source.find(call, at + 1)
         assert found >= 0, f"`Trainer._run_epoch`: {call!r} is gone or no longer after the call before it in ORDER"
         at = found
+
+
+def test_a_checkpoint_holds_what_the_base_class_saves():
+    """`save_checkpoint` writes it in the base class's stead: what is saved there, and only that, is saved here."""
+    called = set(re.findall(r"self\.(_?save\w*|store_flos|_push\w*)\(", inspect.getsource(Trainer._save_checkpoint)))
+    ours = inspect.getsource(saving)
+    for name in called:
+        assert f"trainer.{name}" in ours, f"`Trainer._save_checkpoint` calls {name}, and saving.py does not"
+    parts = {"save_model", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"}
+    assert called == parts | {"store_flos", "_push_from_checkpoint"}
 
 
 def test_masks_are_asked_for_with_keywords_sdpa_takes():

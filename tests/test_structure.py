@@ -24,6 +24,7 @@ SHARED_TRAINER_FILES = {"__init__.py", "engine.py", "onpolicy.py", "config.py", 
 SHARED_TRAINER_FILES |= {"checkpoints.py", "loading.py", "predictions.py", "randomness.py", "refusals.py", "tuning.py"}
 SHARED_TRAINER_FILES |= {"completions.py", "logged.py", "evaluation.py", "experience.py", "training_state.py"}
 SHARED_TRAINER_FILES |= {"cloning.py"}
+SHARED_TRAINER_FILES |= {"folder.py", "manifest.py", "resuming.py", "saving.py"}
 # Only these may switch gradients off or cut them: `experience` runs under no_grad, `loss_step` never does.
 GRAD_FILES = {"posttrain/trainer/engine.py", "posttrain/trainer/meter.py"}
 # Packages named in one room only.

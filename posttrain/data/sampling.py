@@ -6,21 +6,23 @@ nothing is repeated to even batches out: the last window's short micro-batches m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
-from torch.utils.data import BatchSampler, Dataset, IterableDataset
+import xxhash
+from torch.utils.data import BatchSampler, Dataset
 
 from posttrain.data.forest import build_forest
-from posttrain.data.packing import Piece, has_targets, plan_bins
+from posttrain.data.packing import Piece
 from posttrain.errors import DataError
 from posttrain.types import Row, TokenBatch
 
 Item = list[tuple[Row, int]]
 """What one index of the loader stands for: a row, or the pieces of a bin; each with its row in the data set."""
+_HASHED_ROWS = 10_000  # at once: rows behind an indices table are copied to be read
 
 
 class WindowSampler(BatchSampler):
@@ -105,6 +107,23 @@ class RowItems(Dataset):
             return [self._row(index, 0, None)]
         return [self._row(piece.row, piece.start, piece.end) for piece in self.bins[index]]
 
+    def fingerprint(self) -> str:
+        """A hash (XXH3) of every token, weight and bin: the same rows in the same order have the same one."""
+        digest = xxhash.xxh3_128()
+        table = self.rows.with_format("arrow")
+        for start in range(0, len(self.rows), _HASHED_ROWS):
+            part = table[start : start + _HASHED_ROWS]
+            for name in ("input_ids", "weights", "source"):
+                column = part.column(name)
+                if name == "input_ids":
+                    lengths = pc.call_function("list_value_length", [column])
+                    digest.update(lengths.to_numpy().astype("<i4").tobytes())
+                values = column if name == "source" else pc.call_function("list_flatten", [column])
+                digest.update(np.ascontiguousarray(values.to_numpy()).tobytes())
+        for pieces in self.bins or ():
+            digest.update(np.asarray([(p.row, p.start, p.end) for p in pieces], dtype="<i8").tobytes() + b"|")
+        return digest.hexdigest()
+
     def _row(self, index: int, start: int, end: int | None) -> tuple[Row, int]:
         row = self.rows[index]
         return Row(row["input_ids"][start:end], row["weights"][start:end]), int(row["source"])
@@ -117,76 +136,6 @@ def row_lengths(rows: Any) -> list[int]:
         if len(rows)
         else []
     )
-
-
-class StreamItems(IterableDataset):
-    """Micro-batches of a stream of prepared rows; the stream starts again when it ends.
-
-    Every rank reads the whole stream and keeps its own part. With a capacity, bins are packed over `buffer` rows at a
-    time.
-    """
-
-    def __init__(
-        self,
-        rows: Iterable[dict[str, Any]],
-        batch_size: int,
-        world_size: int,
-        rank: int,
-        capacity: int | None = None,
-        strategy: str = "bfd",
-        buffer: int = 1024,
-        on_empty: Callable[[], Exception] | None = None,
-    ) -> None:
-        self.rows, self.batch_size, self.world_size, self.rank = rows, batch_size, world_size, rank
-        self.capacity, self.strategy, self.buffer, self.on_empty = capacity, strategy, buffer, on_empty
-        self.vocabulary: int | None = None  # how many token ids the model knows, once it is loaded
-        self.positions: int | None = None  # tokens of the longest row it can take
-
-    def __iter__(self) -> Iterator[list[Item]]:
-        pending: list[Item] = []
-        each = self.batch_size * self.world_size
-        while True:
-            seen = False
-            for item in self._items():
-                seen = True
-                pending.append(item)
-                if len(pending) == each:
-                    start = self.rank * self.batch_size
-                    yield pending[start : start + self.batch_size]
-                    pending = []
-            if not seen:
-                raise self.on_empty() if self.on_empty else StopIteration
-
-    def _items(self) -> Iterator[Item]:
-        rows = (self._row(row) for row in self.rows)
-        if self.capacity is None:
-            yield from ([row] for row in rows)
-            return
-        held: list[tuple[Row, int]] = []
-        for row in rows:
-            held.append(row)
-            if len(held) == self.buffer:
-                yield from self._bins(held)
-                held = []
-        yield from self._bins(held)
-
-    def _row(self, row: dict[str, Any]) -> tuple[Row, int]:
-        if self.vocabulary is not None:
-            refuse_unknown_ids(min(row["input_ids"]), max(row["input_ids"]), self.vocabulary, f"row {row['source']}: ")
-        if self.capacity is None or self.capacity > (self.positions or self.capacity):
-            refuse_long_rows([len(row["input_ids"])], self.positions, f"row {row['source']}: ")
-        return Row(list(row["input_ids"]), list(row["weights"])), int(row["source"])
-
-    def _bins(self, held: list[tuple[Row, int]]) -> Iterator[Item]:
-        assert self.capacity is not None
-        for pieces in plan_bins([len(row.input_ids) for row, _ in held], self.capacity, self.strategy):
-            item = []
-            for piece in (p for p in pieces if has_targets(held[p.row][0].weights, p)):
-                row, source = held[piece.row]
-                part = slice(piece.start, piece.end)
-                item.append((Row(row.input_ids[part], row.weights[part]), source))
-            if item:
-                yield item
 
 
 def refuse_unknown_ids(low: int, high: int, vocabulary: int, where: str = "") -> None:

@@ -204,6 +204,11 @@ def parameter_count(model: nn.Module) -> int:
     return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())  # ZeRO-3 leaves none of them here
 
 
+def parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Name → shape over all ranks, whatever the strategy."""
+    return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The tensor itself, or its shards put together on every rank. A collective where it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -17,6 +17,7 @@ from posttrain.errors import ConfigError
 from posttrain.model.reference import Bema, mix_into
 from posttrain.parallel.ranks import say
 
+_BEMA_FILE = "bema.pt"
 # Logged about an evaluation, and nothing about the model.
 _TIMINGS = ("_runtime", "_per_second", "_compilation_time")
 
@@ -230,9 +231,9 @@ class BEMACallback(TrainerCallback):
         elif since > 0 and since % self.update_freq == 0:
             self.bema.update(kwargs["model"], state.global_step)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            torch.save(self.bema.tensors(), self._file(args, state))
+    def write_state(self, folder: Path) -> None:
+        """Called while a checkpoint is written, so that the averages are as whole as the rest of it."""
+        torch.save(self.bema.tensors(), folder / _BEMA_FILE)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -247,4 +248,4 @@ class BEMACallback(TrainerCallback):
 
     @staticmethod
     def _file(args: TrainingArguments, state: TrainerState) -> Path:
-        return Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / "bema.pt"
+        return Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / _BEMA_FILE

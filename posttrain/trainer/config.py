@@ -44,6 +44,13 @@ class BaseConfig(TrainingArguments):
     loss and logged as `aux_loss`; 0 turns it off."""
     dataset_num_proc: int | None = None
     """Processes that tokenize. Unset: one."""
+    shuffle_buffer_size: int = 1000
+    """Rows of a stream that `shuffle_dataset` draws the next one from. They are saved with each checkpoint."""
+    resume_with_changes: bool = False
+    """Go on from a checkpoint although the data, their order or the batch sizes changed since: rows may come twice or
+    never. Off: an error that names what changed."""
+    overwrite_output_dir: bool = False
+    """Let a new run write into an `output_dir` that holds checkpoints of another; they count as older ones."""
     pad_to_multiple_of: int | None = None
     """Round the length of padded rows up to a multiple. Only the padded layout pads."""
     activation_checkpointing_policy: Literal["full", "attention", "matmul"] = "full"
@@ -112,6 +119,7 @@ class BaseConfig(TrainingArguments):
     def _check_geometry(self) -> None:
         positive = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
         optional = (
+            "shuffle_buffer_size",
             "head_memory_mb",
             "max_tokens_per_forward",
             "head_chunk_tokens",

@@ -35,11 +35,10 @@ from posttrain.model.router import balance_coefficient
 from posttrain.parallel.deepspeed import use_deepspeed
 from posttrain.parallel.device import keep_freed_memory
 from posttrain.parallel.params import fsdp2_plugin, parameter_count, refuse_fsdp1, use_fsdp2
-from posttrain.parallel.ranks import all_max, all_sum, barrier, world_size
+from posttrain.parallel.ranks import all_max, all_sum, world_size
 from posttrain.parallel.roles import find_strategy, prepare_role
 from posttrain.parallel.training_state import has_shards
 from posttrain.trainer.callbacks import RichProgressCallback
-from posttrain.trainer.checkpoints import find_checkpoint, forget, refuse_other_strategy
 from posttrain.trainer.config import BaseConfig
 from posttrain.trainer.evaluation import evaluate_all
 from posttrain.trainer.experience import Experience, Window, shown, tokens_and_sequences
@@ -47,6 +46,8 @@ from posttrain.trainer.loading import eval_loader, train_loader
 from posttrain.trainer.meter import Meter, Speed, laid_tokens, layout_metrics, next_step_logs
 from posttrain.trainer.randomness import preserved_environment, preserved_rng
 from posttrain.trainer.refusals import refuse_combinations, refuse_unsupported
+from posttrain.trainer.resuming import going_on, opened_run, use_learning_rate, write_run
+from posttrain.trainer.saving import save_checkpoint
 from posttrain.trainer.training_state import load_training, load_weights, save_training, writes_shards
 from posttrain.trainer.tuning import Tuning
 from posttrain.types import LossOutput, Mean, TokenBatch
@@ -69,6 +70,8 @@ class Engine(Trainer, abc.ABC):
         self.window = Window(units=0.0)
         self._window_loss: Tensor | float = 0.0
         self.speed = Speed()
+        self.run_record: dict[str, Any] | None = None  # what checkpoints say the run is made of
+        self.failed_saves: list[int] = []
         self._balance = balance_coefficient(base_model(model), args.router_aux_loss_coef)
         use_cache = model.config.use_cache if "use_cache" in vars(model.config) else None
         with preserved_rng():
@@ -232,26 +235,20 @@ class Engine(Trainer, abc.ABC):
         if self.train_dataset is None:
             raise ConfigError("`train_dataset` is None; give one, or call `evaluate`.")
         asked = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        checkpoint = find_checkpoint(asked, self.args.output_dir)
-        if checkpoint is None:
-            set_seed(self.args.seed)
-        else:
-            refuse_other_strategy(checkpoint, self.is_deepspeed_enabled, world_size())
-        self.speed = Speed()
-        if self.args.use_cpu:
-            keep_freed_memory()
-        return super().train(checkpoint, *args, **kwargs)
+        with opened_run(self, asked) as checkpoint:
+            if checkpoint is None:
+                set_seed(self.args.seed)
+            self.speed = Speed()
+            if self.args.use_cpu:
+                keep_freed_memory()
+            return super().train(checkpoint, *args, **kwargs)
+
+    def _init_training_state(self, *args: Any) -> tuple[int, int]:
+        return going_on(self, super()._init_training_state(*args), *args)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.speed.stand()
-        # An older checkpoint of the same step is no longer whole from here on.
-        forget(self.args.output_dir, self.state.global_step)
-        super()._save_checkpoint(model, trial)
-        barrier()
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        barrier()  # rank 0 marks the checkpoint complete next: no rank's part may be missing then
+        save_checkpoint(self, trial, functools.partial(write_run, self))
 
     # ---- strategies: DDP, FSDP2, DeepSpeed ---------------------------------------------------------------------------
 
@@ -297,8 +294,10 @@ class Engine(Trainer, abc.ABC):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not (self.is_fsdp_enabled or has_shards(checkpoint)):
-            return super()._load_optimizer_and_scheduler(checkpoint)
-        load_training(self, checkpoint)
+            super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            load_training(self, checkpoint)
+        use_learning_rate(self, checkpoint)
 
     def _load_best_model(self) -> None:
         if not load_weights(self, str(self.state.best_model_checkpoint)):

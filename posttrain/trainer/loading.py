@@ -13,12 +13,12 @@ from posttrain.data.packing import drop_untrained, plan_bins
 from posttrain.data.sampling import (
     Collator,
     RowItems,
-    StreamItems,
     WindowSampler,
     refuse_long_rows,
     refuse_unknown_ids,
     row_lengths,
 )
+from posttrain.data.stream import StreamItems
 from posttrain.errors import ConfigError, EmptyDataError
 from posttrain.parallel.ranks import rank, say, world_size
 
@@ -40,14 +40,13 @@ def train_loader(items: RowItems | StreamItems, args: Any, collator: Collator) -
         raise ConfigError(f"`train_sampling_strategy` is {strategy!r}; expected random, sequential or group_by_length.")
     if strategy == "group_by_length":
         say("train_sampling_strategy: group_by_length is random here; without padding like lengths gain nothing")
-    seed = args.seed if args.data_seed is None else args.data_seed
     sampler = WindowSampler(
         len(items),
         args.per_device_train_batch_size,
         args.gradient_accumulation_steps,
         world_size(),
         rank(),
-        seed=None if strategy == "sequential" else seed,
+        seed=None if strategy == "sequential" else order_seed(args),
         costs=items.costs,
         drop_last=args.dataloader_drop_last,
     )
@@ -58,6 +57,11 @@ def train_loader(items: RowItems | StreamItems, args: Any, collator: Collator) -
             "lower it, or keep the last batch."
         )
     return EpochLoader(items, batch_sampler=sampler, collate_fn=collator, **_worker_options(args))
+
+
+def order_seed(args: Any) -> int:
+    """What the order of the rows is drawn from: `data_seed`, else `seed`."""
+    return args.seed if args.data_seed is None else args.data_seed
 
 
 def eval_loader(items: RowItems, args: Any, collator: Collator) -> DataLoader:
@@ -88,6 +92,7 @@ def make_items(rows: Any, args: Any, packing: bool, name: str) -> RowItems | Str
     # Evaluation never cuts a row at a bin's border: its loss would depend on the packing.
     capacity = args.max_length if packing else None
     strategy = args.packing_strategy if packing and name == "train" else "bfd"
+    shuffled = args.shuffle_dataset and name == "train"
     if isinstance(rows, IterableDataset):
         if name != "train":
             raise ConfigError(
@@ -105,7 +110,11 @@ def make_items(rows: Any, args: Any, packing: bool, name: str) -> RowItems | Str
             capacity,
             strategy,
             on_empty=lambda: EmptyDataError(f"The {name} stream has no row with something to train."),
+            shuffle_window=args.shuffle_buffer_size if shuffled else 0,
+            seed=order_seed(args),
         )
+    if shuffled:
+        rows = rows.shuffle(seed=order_seed(args))
     bins = None if capacity is None else plan_bins(row_lengths(rows), capacity, strategy)
     if bins is not None and strategy != "bfd":
         bins, dropped, beheaded = drop_untrained(bins, rows["weights"][:])

@@ -43,7 +43,8 @@ class SFTConfig(BaseConfig):
     truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
     """Which end of a long row is kept."""
     shuffle_dataset: bool = False
-    """Shuffle the rows once, with `data_seed`, before packing."""
+    """Shuffle the rows once, with `data_seed`, before packing; a stream in each pass, see
+    `shuffle_buffer_size`."""
     packing: bool = False
     """Fill bins of `max_length` tokens with whole rows; a micro-batch is then that many bins. Rows never see each
     other."""
@@ -159,8 +160,6 @@ class SFTTrainer(Engine):
         rows, report = prepare_sft(dataset, self._tokenizer, options, args.dataset_num_proc, name)
         if report.rows_in:  # a stream counts while it flows
             say(report.summary())
-        if args.shuffle_dataset and name == "train":
-            rows = rows.shuffle(seed=args.seed if args.data_seed is None else args.data_seed)
         return make_items(rows, args, packing, name)
 
     def eval_items(self, dataset: Any, name: str = "eval") -> RowItems:
