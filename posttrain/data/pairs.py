@@ -1,7 +1,6 @@
 """Preference rows → two sequences that start with one prompt, and what the loss needs of each.
 
-A prepared pair has `input_ids` and `weights` of two sequences, the chosen one first, and their `values`: what `VALUES`
-names, one number each.
+Prepared, a pair is two rows, the chosen one first, each with its `values`: what `VALUES` names, one number each.
 """
 
 from __future__ import annotations
@@ -97,8 +96,8 @@ class Tokens(NamedTuple):
 def prepare_pairs(
     dataset: Any, tokenizer: Any, options: PairOptions, num_proc: int | None = None, name: str = "train"
 ) -> tuple[Any, PairReport]:
-    """Return a data set with the columns `input_ids`, `weights` and `values` (one list for each of the two sequences),
-    `tokens` (of both) and `source` (the row it came from), and the report.
+    """Return a data set with two rows a pair, chosen and rejected, in the columns `input_ids`, `weights`, `values` and
+    `source` (the row it came from), and the report.
 
     Rows are `chosen` and `rejected` with or without `prompt`, as text or chats, or token ids (`prompt_ids`,
     `chosen_ids`, `rejected_ids`); `margin`, `weight`, `ref_chosen_logps` and `ref_rejected_logps` are read where they
@@ -125,9 +124,8 @@ def prepare_pairs(
         "remove_columns": columns,
         "features": _features(counted=not streaming),
     }
-    wanted = ["input_ids", "weights", "values", "tokens", "source"]
     if streaming:
-        return dataset.map(prepare, batch_size=STREAM_BATCH, **arguments).select_columns(wanted), report
+        return dataset.map(prepare, batch_size=STREAM_BATCH, **arguments), report
     prepared = dataset.map(prepare, num_proc=num_proc, desc=f"Preparing the {name} set", **arguments)
     counted = (np.asarray(prepared.data.column(field)).tolist() for field in _Counts._fields)
     report.add([_Counts(*row) for row in zip(*counted, strict=True)])
@@ -138,8 +136,14 @@ def prepare_pairs(
         )
     if report.rows_kept < report.rows_in:
         states = np.asarray(prepared.data.column("state"))
-        prepared = prepared.select(np.flatnonzero(states == _KEPT)).flatten_indices()
-    return prepared.select_columns(wanted), report
+        prepared = prepared.select(np.flatnonzero(states == _KEPT))
+    return prepared.map(_apart, batched=True, remove_columns=prepared.column_names, features=_features(False)), report
+
+
+def _apart(batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    """Pairs → rows, two each."""
+    out = {name: [row for pair in batch[name] for row in pair] for name in ("input_ids", "weights", "values")}
+    return {**out, "source": [source for source in batch["source"] for _ in _SIDES]}
 
 
 def _check_columns(columns: Sequence[str], name: str) -> None:
@@ -154,11 +158,11 @@ def _check_columns(columns: Sequence[str], name: str) -> None:
 def _features(counted: bool) -> Any:
     from datasets import Features, List, Value
 
-    features = {"input_ids": List(List(Value("int32"))), "weights": List(List(Value("float32")))}
-    features |= {"values": List(List(Value("float32"))), "tokens": Value("int32"), "source": Value("int64")}
-    if counted:
-        features |= {name: Value("int32") for name in _Counts._fields}
-    return Features(features)
+    of = {"input_ids": List(Value("int32")), "weights": List(Value("float32")), "values": List(Value("float32"))}
+    if not counted:
+        return Features({**of, "source": Value("int64")})
+    counts = {name: Value("int32") for name in _Counts._fields}
+    return Features({**{name: List(kind) for name, kind in of.items()}, "source": Value("int64"), **counts})
 
 
 class _Preparer:
@@ -179,7 +183,6 @@ class _Preparer:
             "input_ids": [[x.ids for x in pair] for pair in cut],
             "weights": [[x.weights for x in pair] for pair in cut],
             "values": values,
-            "tokens": [count.tokens for count in counts],
             "source": list(indices),
         }
         if self.report is None:
@@ -187,7 +190,8 @@ class _Preparer:
         self.report.add(counts)
         for name in ("input_ids", "weights"):
             out[name] = [[x.tolist() for x in pair] for pair in out[name]]
-        return {k: [v for v, c in zip(vs, counts, strict=True) if c.state == _KEPT] for k, vs in out.items()}
+        kept = {k: [v for v, c in zip(vs, counts, strict=True) if c.state == _KEPT] for k, vs in out.items()}
+        return _apart(kept)
 
     def _encode(self, rows: list[dict[str, Any]], indices: Sequence[int]) -> list[tuple[Tokens, Tokens]]:
         if all(rows[0].get(name) is not None for name in TOKENIZED):

@@ -216,7 +216,10 @@ class _Preparer:
     def __call__(self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
         rows = [{column: values[at] for column, values in batch.items()} for at in range(len(indices))]
         if self.kind == "tokenized":
-            pairs = [at_row(index, self.name, _tokenized, row, self.options) for index, row in zip(indices, rows, strict=True)]
+            pairs = [
+                at_row(index, self.name, _tokenized, row, self.options)
+                for index, row in zip(indices, rows, strict=True)
+            ]
         else:
             pairs = self.encoder.encode(
                 [at_row(index, self.name, self._draft, row) for index, row in zip(indices, rows, strict=True)]

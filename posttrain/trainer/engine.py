@@ -157,7 +157,7 @@ class Engine(Trainer, abc.ABC):
         if budget is None:
             return pieces
         agreed = all_max([len(p) for p in pieces], device)
-        return [p + [replace(p[0], batch=build_forest([]))] * (n - len(p)) for p, n in zip(pieces, agreed, strict=True)]
+        return [p + [p[0].part([])] * (n - len(p)) for p, n in zip(pieces, agreed, strict=True)]
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 

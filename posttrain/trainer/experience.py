@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from posttrain.data.forest import select, split_sequences
+from posttrain.data.forest import build_forest, select, split_sequences
 from posttrain.types import TokenBatch
 
 
 @dataclass(frozen=True)
 class Experience:
-    """What `loss_step` gets: a batch, and in subclasses what `experience` found, aligned to its read-outs or
-    sequences."""
+    """What `loss_step` gets: a batch, and in subclasses what `experience` found. `per_sequence` names the fields that
+    are aligned to the batch's sequences; they are split and moved with it."""
 
     batch: TokenBatch
+    per_sequence: ClassVar[tuple[str, ...]] = ()
 
     def split(self, max_tokens: int) -> Sequence[Experience]:
         """Pieces of at most `max_tokens` tokens, cut between units."""
@@ -25,11 +27,13 @@ class Experience:
         return [self] if len(parts) == 1 else [self.part(sequences) for sequences in parts]
 
     def part(self, sequences: list[int]) -> Experience:
-        """What belongs to some of the sequences, which hold whole units."""
-        return replace(self, batch=select(self.batch, sequences))
+        """What belongs to some of the sequences, which hold whole units; to none of them, a batch without any."""
+        batch = select(self.batch, sequences) if sequences else build_forest([])
+        return replace(self, batch=batch, **{name: getattr(self, name)[sequences] for name in self.per_sequence})
 
     def to(self, device: torch.device) -> Experience:
-        return replace(self, batch=self.batch.to(device, non_blocking=True))
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in self.per_sequence}
+        return replace(self, batch=self.batch.to(device, non_blocking=True), **moved)
 
 
 @dataclass(frozen=True)
