@@ -48,8 +48,8 @@ def build_forest(
     """Lay sequences side by side, common prefixes once.
 
     A read-out is made for every token after the first whose weight is not 0. `sources[s]` is the row of the data set
-    that sequence s came from, `units[s]` the pair or group it is part of. No rows give a batch of one token and no read-outs, so that a rank without data still
-    runs.
+    that sequence s came from, `units[s]` the pair or group it is part of. No rows give a batch of one token and no
+    read-outs, so that a rank without data still runs.
 
     e.g. [1, 2, 3, 4] and [1, 2, 5] with min_shared=1 -> input_ids [1, 2, 3, 4, 5], position_ids [0, 1, 2, 3, 2],
     parent [-1, 0, 0]

@@ -24,7 +24,7 @@ from posttrain.types import ScoreRequest, TokenBatch
 class Reference(abc.ABC):
     """A reference model as a handle: it scores batches, and says which weights it stands for."""
 
-    def prepare(self, accelerator: Any) -> None:
+    def prepare(self, accelerator: Any) -> None:  # noqa: B027  most hold no model of their own
         """Place what the handle holds as the run places its policy. Once, before it scores."""
 
     @abc.abstractmethod

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from posttrain.data.pairs import PairOptions, prepare_pairs
 from posttrain.data.sampling import Collator, RowItems
+from posttrain.model.handle import Reference
 from posttrain.parallel.ranks import say
 from posttrain.trainer.config import BaseConfig, load_options
 from posttrain.trainer.engine import Engine
 from posttrain.trainer.experience import Experience
 from posttrain.trainer.loading import pair_items
 from posttrain.trainer.opening import config_of, open_run, refuse_given
-from posttrain.trainer.references import choose_reference, pair_values, reference_sums, sequence_sums
+from posttrain.trainer.references import choose_reference, pair_values, precompute, reference_sums, sequence_sums
 from posttrain.types import LossOutput, Mean, ScoreRequest, TokenBatch
 
 
@@ -87,14 +88,14 @@ class DPOTrainer(Engine):
         quantization_config: Any = None,
         peft_config: Any = None,
     ) -> None:
-        args = config_of(args, DPOConfig, DPOConfig(output_dir="trainer_output"))
+        args = config_of(args, DPOConfig)
         refuse_given(data_collator=data_collator, compute_metrics=compute_metrics)
-        self._config = args
+        self._config: DPOConfig = args
         run = open_run(
             args, model, processing_class, train_dataset, eval_dataset, self._items, peft_config, quantization_config
         )
         self.layout = run.layout
-        self.reference = choose_reference(run.model, model, ref_model, load_options(args))
+        self.reference: Reference | None = choose_reference(run.model, model, ref_model, load_options(args))
         super().__init__(
             run.model,
             args,
@@ -106,6 +107,8 @@ class DPOTrainer(Engine):
             optimizers=optimizers,
         )
         self.reference.prepare(self.accelerator)
+        if args.precompute_ref_log_probs:
+            self._precompute(args.precompute_ref_batch_size or args.per_device_eval_batch_size)
 
     # ---- rows → items ------------------------------------------------------------------------------------------------
 
@@ -117,6 +120,19 @@ class DPOTrainer(Engine):
 
     def eval_items(self, dataset: Any, name: str = "eval") -> RowItems:
         return self._items(self.processing_class, dataset, name)
+
+    def _precompute(self, batch_size: int) -> None:
+        """Score the reference now, and let it go."""
+        model, reference = self._evaluation_model(None), self.reference
+        assert reference is not None and model is not None
+        if self.train_dataset is not None:
+            self.train_dataset = precompute(self, self.train_dataset, reference, batch_size, "train")
+        if isinstance(self.eval_dataset, dict):
+            sets = self.eval_dataset.items()
+            self.eval_dataset = {n: precompute(self, items, reference, batch_size, n) for n, items in sets}
+        elif self.eval_dataset is not None:
+            self.eval_dataset = precompute(self, self.eval_dataset, reference, batch_size, "eval")
+        self.reference = None
 
     # ---- the method --------------------------------------------------------------------------------------------------
 

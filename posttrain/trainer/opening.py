@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from posttrain.data.tokenizer import new_tokens, set_up_tokenizer
 from posttrain.errors import ConfigError
@@ -12,6 +12,8 @@ from posttrain.model.load import check_model_source, embedding_rows, learned_pos
 from posttrain.trainer.config import BaseConfig, load_options, share_prefixes
 from posttrain.trainer.loading import check_ids
 from posttrain.trainer.randomness import seeded
+
+Config = TypeVar("Config", bound=BaseConfig)
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,10 @@ def open_run(
     return Opened(prepared.model, ours, prepared.layout, share_prefixes(args, prepared), train_items, eval_items)
 
 
-def config_of(args: Any, kind: type, default: Any) -> Any:
+def config_of(args: Any, kind: type[Config]) -> Config:
     """The arguments, or the default ones. Raises `ConfigError` for those of another class."""
     if args is None:
-        return default
+        return kind(output_dir="trainer_output")
     if not isinstance(args, kind):
         raise ConfigError(f"`args` is a {type(args).__name__}; give a {kind.__name__}, which has all of its fields.")
     return args

@@ -1,7 +1,8 @@
-"""The reference of a preference trainer: which handle a run has, and its log-probabilities found once, before training."""
+"""The reference of a preference trainer: which handle a run has, and its log-probabilities found before training."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import tempfile
@@ -15,12 +16,12 @@ from torch import Tensor
 
 from posttrain.data.forest import build_forest, select, split_sequences
 from posttrain.data.pairs import VALUES
-from posttrain.data.sampling import RowItems
+from posttrain.data.sampling import RowItems, WindowSampler
 from posttrain.errors import ConfigError
 from posttrain.model.handle import FrozenReference, Reference, starting_reference
 from posttrain.model.load import LoadOptions, base_model, prepare_model
 from posttrain.model.reference import create_reference_model
-from posttrain.parallel.ranks import all_max, barrier, gather_objects, rank, say
+from posttrain.parallel.ranks import all_max, barrier, gather_objects, rank, say, world_size
 from posttrain.types import TokenBatch
 
 logger = logging.getLogger(__name__)
@@ -88,55 +89,58 @@ def reference_sums(
     return found
 
 
-# ---- found once --------------------------------------------------------------------------------------------------------
+# ---- found once ------------------------------------------------------------------------------------------------------
 
 
-def precompute(trainer: Any, items: RowItems, reference: Reference, name: str) -> RowItems:
+def precompute(trainer: Any, items: RowItems, reference: Reference, batch_size: int, name: str) -> RowItems:
     """The same items, each row's values holding its log-probability under the reference.
 
-    What was found before for the same weights and the same tokens is read from the cache on disk; order and number of
-    rows do not matter. Every rank scores its part; rank 0 writes.
+    What was found before for the same model, precision and tokens is read from a file of the cache; order and number
+    of rows do not matter. Every rank scores its part; rank 0 writes.
     """
     keys = row_keys(items.rows)
-    file = cache_folder() / f"{reference.identity(trainer.model)}.npz"
+    file = cache_folder() / f"{_identity(trainer, reference)}.npz"
     known = _read(file)
-    pairs = np.asarray([[p.row for p in pieces] for pieces in items.bins or []])
-    missing = [pair.tolist() for pair in pairs if any(keys[row] not in known for row in pair)]
-    say(f"{name}: reference log-probabilities of {len(pairs) - len(missing)} of {len(pairs)} pairs are in {file.name}")
+    missing = [row for row in range(0, len(keys), 2) if not {keys[row], keys[row + 1]} <= known.keys()]
+    total = len(keys) // 2
+    say(f"{name}: reference log-probabilities of {total - len(missing)} of {total} pairs were found in {file}")
     if missing:
-        known |= {keys[row]: value for row, value in _score(trainer, items, missing).items()}
+        known |= _score(trainer, items, reference, missing, keys, batch_size)
         if rank() == 0:
             _write(file, known)
         barrier()
     values = np.asarray(items.rows["values"][:], dtype=np.float32)
     values[:, -1] = [known[key] for key in keys]
-    rows = items.rows.remove_columns("values").add_column(
-        "values", values.tolist(), feature=items.rows.features["values"]
-    )
+    feature = items.rows.features["values"]
+    rows = items.rows.remove_columns("values").add_column("values", values.tolist(), feature=feature)
     return RowItems(rows, items.bins)
 
 
-def _score(trainer: Any, items: RowItems, missing: list[list[int]]) -> dict[int, float]:
-    """{row of the prepared set: log-probability}, from all ranks."""
-    chosen = RowItems(
-        items.rows.select([row for pair in missing for row in pair]), _pairs_of(len(missing), items, missing)
-    )
-    at = {int(chosen.rows[2 * i]["source"]): pair for i, pair in enumerate(missing)}
-    found: dict[int, float] = {}
-    size = trainer.args.precompute_ref_batch_size or trainer.args.per_device_eval_batch_size
-    for batch in trainer.reference_loader(chosen, size):
-        (pieces,) = trainer.pieces([batch["batch"]], trainer.args.device)
-        for piece in pieces:
-            for s, value in enumerate(piece.reference.tolist()):
-                found[at[piece.batch.source[s]][s % 2]] = value
-    return {row: value for part in gather_objects(found) for row, value in part.items()}
+def _identity(trainer: Any, reference: Reference) -> str:
+    """A hash of everything but the tokens that the numbers follow from."""
+    config = base_model(trainer.model).config.to_dict()
+    passing = ("_name_or_path", "transformers_version", "use_cache")
+    parts = {name: value for name, value in config.items() if name not in passing}
+    precision = trainer.accelerator.mixed_precision
+    digest = xxhash.xxh3_128(json.dumps([parts, precision, trainer.layout], sort_keys=True, default=str).encode())
+    digest.update(reference.identity(trainer.model).encode())
+    return digest.hexdigest()
 
 
-def _pairs_of(count: int, items: RowItems, missing: list[list[int]]) -> list[Any]:
-    from posttrain.data.packing import Piece
-
-    lengths = [[items.lengths[row] for row in pair] for pair in missing]
-    return [[Piece(2 * i + side, 0, lengths[i][side]) for side in (0, 1)] for i in range(count)]
+def _score(
+    trainer: Any, items: RowItems, reference: Reference, missing: list[int], keys: list[int], batch_size: int
+) -> dict[int, float]:
+    """{key of a row: log-probability} of the pairs whose first rows are given, from all ranks."""
+    args, found = trainer.args, {}
+    # As every evaluation deals out its rows: the last micro-batches may be empty, and every rank has as many.
+    for some in WindowSampler(len(missing), batch_size, 1, world_size(), rank()):
+        pairs = [items[missing[i] // 2] for i in some]
+        batch = trainer.collator(pairs)["batch"]
+        with torch.no_grad():
+            sums = reference_sums(reference, trainer.model_wrapped, batch, args.device, args.max_tokens_per_forward)
+        rows = [missing[i] + side for i in some for side in (0, 1)]
+        found |= {keys[row]: value for row, value in zip(rows, sums.tolist(), strict=True)}
+    return {key: value for part in gather_objects(found) for key, value in part.items()}
 
 
 def row_keys(rows: Any) -> list[int]:
