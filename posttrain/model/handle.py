@@ -21,6 +21,11 @@ from posttrain.parallel.training_state import fill
 from posttrain.types import ScoreRequest, TokenBatch
 
 
+def score_tokens(model: Any, batch: TokenBatch) -> Tensor:
+    """[N] log-probability of each read-out."""
+    return model(token_batch=batch, score_request=ScoreRequest()).logps
+
+
 class Reference(abc.ABC):
     """A reference model as a handle: it scores batches, and says which weights it stands for."""
 
@@ -51,7 +56,7 @@ class FrozenReference(Reference):
         self.model = prepare_role(self.model, "reference", accelerator)
 
     def score(self, policy: Any, batch: TokenBatch) -> Tensor:
-        return self.model(token_batch=batch, score_request=ScoreRequest()).logps
+        return score_tokens(self.model, batch)
 
     def move(self, policy: nn.Module, alpha: float) -> None:
         mix_into(self.model, policy, alpha)
@@ -69,7 +74,7 @@ class WithoutAdapter(Reference):
 
     def score(self, policy: Any, batch: TokenBatch) -> Tensor:
         with self._adapted.disable_adapter():
-            return policy(token_batch=batch, score_request=ScoreRequest()).logps
+            return score_tokens(policy, batch)
 
     def move(self, policy: nn.Module, alpha: float) -> None:
         raise ConfigError("`sync_ref_model` moves a reference, and the base of an adapter stays as it is.")
@@ -91,7 +96,7 @@ class StartingWeights(Reference):
 
     def score(self, policy: Any, batch: TokenBatch) -> Tensor:
         with self._swapped():
-            return policy(token_batch=batch, score_request=ScoreRequest()).logps
+            return score_tokens(policy, batch)
 
     @contextlib.contextmanager
     def _swapped(self) -> Iterator[None]:

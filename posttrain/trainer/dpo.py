@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, final
+from dataclasses import dataclass
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
 
 from posttrain.data.pairs import PairOptions, prepare_pairs
 from posttrain.data.sampling import Collator, RowItems
-from posttrain.model.handle import Reference
+from posttrain.errors import ConfigError
+from posttrain.loss.preference import mix
+from posttrain.loss.reweight import wpo_pair_weights, wpo_weights
+from posttrain.model.handle import score_tokens
 from posttrain.parallel.ranks import say
 from posttrain.trainer.config import BaseConfig, load_options
 from posttrain.trainer.engine import Engine
-from posttrain.trainer.experience import Experience
 from posttrain.trainer.loading import pair_items
 from posttrain.trainer.opening import config_of, open_run, refuse_given
-from posttrain.trainer.references import choose_reference, pair_values, precompute, reference_sums, sequence_sums
-from posttrain.types import LossOutput, Mean, ScoreRequest, TokenBatch
+from posttrain.trainer.pairs import PairExperience, PairLossFields, matched, pair_metrics, pairs_of, with_tail_weights
+from posttrain.trainer.references import (
+    MovingReference,
+    choose_reference,
+    pair_values,
+    precompute,
+    reference_sums,
+    scored_sums,
+)
+from posttrain.types import LossOutput, ScoreRequest, TokenBatch
 
 
 @dataclass
-class DPOConfig(BaseConfig):
+class DPOConfig(PairLossFields, BaseConfig):
     """Arguments of `DPOTrainer`."""
 
     learning_rate: float = 1e-6
@@ -42,24 +52,29 @@ class DPOConfig(BaseConfig):
     by the weights and by each row's tokens."""
     precompute_ref_batch_size: int | None = None
     """Pairs a forward of that pass. Unset: `per_device_eval_batch_size`."""
-    loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])
-    """One loss, or several that are mixed; docs/dpo.md lists them."""
-    loss_weights: list[float] | None = None
-    """Weight of each loss of a mix. Unset: 1 each."""
-    beta: float = 0.1
-    """How strongly the reference holds the policy back: β."""
-    label_smoothing: float = 0.0
-    """Share of pairs whose labels are taken to be wrong (cDPO, robust, exo_pair)."""
+    sync_ref_model: bool = False
+    """TR-DPO: let the reference follow the policy."""
+    ref_model_mixup_alpha: float = 0.6
+    """How far it goes at each synchronisation: reference ← (1 − α) reference + α policy."""
+    ref_model_sync_steps: int = 512
+    """Steps between two synchronisations."""
     pad_token: str | None = None
     """Token used for padding. Unset: the tokenizer's, else its end token."""
 
-
-@dataclass(frozen=True)
-class PairExperience(Experience):
-    """Pairs: sequences 2k and 2k + 1 are the chosen and the rejected one."""
-
-    per_sequence: ClassVar[tuple[str, ...]] = ("reference",)
-    reference: Tensor  # [S] log-probability of the response under the reference
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_losses()
+        if self.max_length is not None and self.max_length < 2:
+            raise ConfigError(
+                f"`max_length` is {self.max_length}; a response needs one token before it: set 2 or more."
+            )
+        if self.sync_ref_model and self.precompute_ref_log_probs:
+            raise ConfigError(
+                "`sync_ref_model` and `precompute_ref_log_probs` are both on: a reference that moves is not found once."
+            )
+        for name in ("sync_ref_model", "precompute_ref_log_probs"):
+            if getattr(self, name) and not self.compares:
+                raise ConfigError(f"`{name}` is on, and {self.loss_type} compares with no reference; leave it out.")
 
 
 @final
@@ -95,7 +110,11 @@ class DPOTrainer(Engine):
             args, model, processing_class, train_dataset, eval_dataset, self._items, peft_config, quantization_config
         )
         self.layout = run.layout
-        self.reference: Reference | None = choose_reference(run.model, model, ref_model, load_options(args))
+        self.reference = None
+        if self._config.compares:
+            self.reference = choose_reference(run.model, model, ref_model, load_options(args), args.sync_ref_model)
+        elif ref_model is not None:
+            raise ConfigError(f"`ref_model` is given, and {args.loss_type} compares with no reference; leave it out.")
         super().__init__(
             run.model,
             args,
@@ -106,7 +125,10 @@ class DPOTrainer(Engine):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        self.reference.prepare(self.accelerator)
+        if self.reference is not None:
+            self.reference.prepare(self.accelerator)
+            if args.sync_ref_model:
+                self.add_callback(MovingReference(self.reference))
         if args.precompute_ref_log_probs:
             self._precompute(args.precompute_ref_batch_size or args.per_device_eval_batch_size)
 
@@ -137,38 +159,30 @@ class DPOTrainer(Engine):
     # ---- the method --------------------------------------------------------------------------------------------------
 
     def experience(self, window: list[TokenBatch]) -> list[PairExperience]:
-        args, policy = self.args, self.model_wrapped
-        budget = args.max_tokens_per_forward
-        found = (reference_sums(self.reference, policy, batch, args.device, budget) for batch in window)
-        return [PairExperience(batch, sums) for batch, sums in zip(window, found, strict=True)]
+        config, policy = self._config, self.model_wrapped
+        place = config.device, config.max_tokens_per_forward
+        found = []
+        for batch in (with_tail_weights(each, config.ld_alpha) for each in window):
+            zeros = torch.zeros(batch.num_sequences)
+            sums = reference_sums(self.reference, policy, batch, *place) if config.compares else zeros
+            found.append(PairExperience(batch, sums, partner=zeros, side_partner=zeros))
+        if config.needs("partners"):
+            own = [scored_sums(lambda piece: score_tokens(policy, piece), exp.batch, *place) for exp in found]
+            return matched(found, own, config.compares)
+        return found
 
     def unit(self, exp: PairExperience) -> Tensor:
         return pair_values(exp.batch, "weight").sum()
 
     def loss_step(self, model: Any, exp: PairExperience) -> LossOutput:
+        config, batch = self._config, exp.batch
         request = ScoreRequest(entropy=self.measuring, aux_loss=self.balancing)
-        scores = model(token_batch=exp.batch, score_request=request)
-        policy = sequence_sums(scores.logps, exp.batch).view(-1, 2)
-        reference = exp.reference.view(-1, 2)
-        weights = pair_values(exp.batch, "weight")
-        c, r = (policy - reference).unbind(1)
-        margins = self._config.beta * (c - r)
-        losses = -torch.nn.functional.logsigmoid(margins - pair_values(exp.batch, "margin"))
-        total = (weights * losses).sum()
-        return LossOutput(total, self._metrics(exp, policy, reference, scores), scores.aux_loss)
-
-    def _metrics(self, exp: PairExperience, policy: Tensor, reference: Tensor, scores: Any) -> dict[str, Mean]:
-        rewards = self._config.beta * (policy.detach() - reference)
-        pairs = float(len(rewards))
-        chosen, rejected = rewards.unbind(1)
-        metrics = {
-            "rewards/chosen": Mean(chosen.sum(), pairs),
-            "rewards/rejected": Mean(rejected.sum(), pairs),
-            "rewards/margins": Mean((chosen - rejected).sum(), pairs),
-            "rewards/accuracies": Mean((chosen > rejected).float().sum(), pairs),
-            "logps/chosen": Mean(policy.detach()[:, 0].sum(), pairs),
-            "logps/rejected": Mean(policy.detach()[:, 1].sum(), pairs),
-        }
-        if scores.entropy is not None:
-            metrics["entropy"] = Mean(scores.entropy.sum(), float(len(scores.entropy)))
-        return metrics
+        scores = model(token_batch=batch, score_request=request)
+        pairs = pairs_of(scores.logps, exp, pair_values(batch, "margin"), config.compares)
+        weights = pair_values(batch, "weight")
+        if config.use_weighting:
+            likely = wpo_weights(scores.logps, scores.entropy, batch.sequence, batch.num_sequences)
+            weights = weights * wpo_pair_weights(*likely.view(-1, 2).unbind(1))
+        losses, each = mix(config.loss_type, pairs, config.options(), config.loss_weights, weights)
+        metrics = pair_metrics(pairs, config.beta, each if len(each) > 1 else {}, scores.entropy)
+        return LossOutput(losses.sum(), metrics, scores.aux_loss)

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import numpy as np
 import torch
 import xxhash
 from torch import Tensor
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from posttrain.data.forest import build_forest, select, split_sequences
 from posttrain.data.pairs import VALUES
 from posttrain.data.sampling import RowItems, WindowSampler
 from posttrain.errors import ConfigError
+from posttrain.loss.reduce import sequence_sums
 from posttrain.model.handle import FrozenReference, Reference, starting_reference
 from posttrain.model.load import LoadOptions, base_model, prepare_model
 from posttrain.model.reference import create_reference_model
@@ -27,17 +30,16 @@ from posttrain.types import TokenBatch
 logger = logging.getLogger(__name__)
 
 
-def sequence_sums(values: Tensor, batch: TokenBatch) -> Tensor:
-    """[S] sum of what each read-out [N] has, over the read-outs of each sequence, by their weights."""
-    zeros = torch.zeros(batch.num_sequences, dtype=values.dtype, device=values.device)
-    return zeros.index_add(0, batch.sequence, values * batch.weights)
-
-
 def pair_values(batch: TokenBatch, name: str) -> Tensor:
     """[P] a value of each pair. e.g. "margin" """
     if batch.values is None:
         return torch.zeros(0, device=batch.input_ids.device)
     return batch.values[::2, VALUES.index(name)]
+
+
+def response_sums(logps: Tensor, batch: TokenBatch) -> Tensor:
+    """[S] log-probability of each response, from those of its tokens [N]."""
+    return sequence_sums(logps * batch.weights, batch.sequence, batch.num_sequences)
 
 
 def choose_reference(policy: Any, source: Any, ref_model: Any, options: LoadOptions, moves: bool = False) -> Reference:
@@ -79,13 +81,20 @@ def reference_sums(
             "`precompute_ref_log_probs` is on, and these rows came after the reference was let go: give them at "
             "construction (`eval_dataset`), or turn it off."
         )
+    return scored_sums(lambda piece: reference.score(policy, piece), batch, device, budget)
+
+
+def scored_sums(
+    score: Callable[[TokenBatch], Tensor], batch: TokenBatch, device: torch.device, budget: int | None
+) -> Tensor:
+    """[S] log-probability of each response, on the host, from forwards of at most `budget` tokens."""
     parts = [list(range(batch.num_sequences))] if budget is None else split_sequences(batch, budget)
     found = torch.zeros(batch.num_sequences)
     # Where weights are sharded the ranks go through the model together: every rank as often.
     for i in range(all_max([len(parts)], device)[0]):
         part = parts[i] if i < len(parts) else []
         piece = (select(batch, part) if part else build_forest([])).to(device)
-        found[part] = sequence_sums(reference.score(policy, piece), piece).cpu()
+        found[part] = response_sums(score(piece), piece).cpu()
     return found
 
 
@@ -183,3 +192,17 @@ def _write(file: Path, known: dict[int, float]) -> None:
         temporary.flush()
         os.fsync(temporary.fileno())
     os.replace(temporary.name, file)
+
+
+# ---- moved -----------------------------------------------------------------------------------------------------------
+
+
+class MovingReference(TrainerCallback):
+    """Lets a trainer's reference follow its policy, every `ref_model_sync_steps` steps (TR-DPO, arXiv 2404.09656)."""
+
+    def __init__(self, reference: Reference) -> None:
+        self._reference = reference
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.global_step % args.ref_model_sync_steps == 0:
+            self._reference.move(kwargs["model"], args.ref_model_mixup_alpha)
