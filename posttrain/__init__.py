@@ -10,23 +10,22 @@ __version__ = "0.1.0"
 _ROOMS = {
     "posttrain.data.chat": ["apply_chat_template", "maybe_apply_chat_template"],
     "posttrain.data.config": ["DatasetConfig", "DatasetMixtureConfig", "ScriptArguments"],
-    "posttrain.data.formats": [
+    "posttrain.data.formats": ["is_conversational", "is_conversational_from_value", "maybe_convert_to_chatml"],
+    "posttrain.data.mixture": ["get_dataset"],
+    "posttrain.data.packing": ["pack_dataset"],
+    "posttrain.data.preference": [
         "extract_prompt",
-        "is_conversational",
-        "is_conversational_from_value",
-        "maybe_convert_to_chatml",
         "maybe_extract_prompt",
         "maybe_unpair_preference_dataset",
         "unpair_preference_dataset",
     ],
-    "posttrain.data.mixture": ["get_dataset"],
-    "posttrain.data.packing": ["pack_dataset"],
     "posttrain.data.responses": [
         "add_response_schema",
         "get_training_chat_template",
         "parse_response",
         "supports_tool_calling",
     ],
+    "posttrain.loss.fused": ["FusedLinearDPOLoss", "FusedLinearGRPOLoss", "FusedLinearJSDLoss", "FusedLinearKTOLoss"],
     "posttrain.model.config": ["ModelConfig"],
     "posttrain.model.adapters": ["get_peft_config", "get_quantization_config"],
     "posttrain.trainer.cloning": ["clone_chat_template"],
@@ -46,23 +45,22 @@ if TYPE_CHECKING:
     from posttrain.cli.quiet import init_zero_verbose
     from posttrain.data.chat import apply_chat_template, maybe_apply_chat_template
     from posttrain.data.config import DatasetConfig, DatasetMixtureConfig, ScriptArguments
-    from posttrain.data.formats import (
+    from posttrain.data.formats import is_conversational, is_conversational_from_value, maybe_convert_to_chatml
+    from posttrain.data.mixture import get_dataset
+    from posttrain.data.packing import pack_dataset
+    from posttrain.data.preference import (
         extract_prompt,
-        is_conversational,
-        is_conversational_from_value,
-        maybe_convert_to_chatml,
         maybe_extract_prompt,
         maybe_unpair_preference_dataset,
         unpair_preference_dataset,
     )
-    from posttrain.data.mixture import get_dataset
-    from posttrain.data.packing import pack_dataset
     from posttrain.data.responses import (
         add_response_schema,
         get_training_chat_template,
         parse_response,
         supports_tool_calling,
     )
+    from posttrain.loss.fused import FusedLinearDPOLoss, FusedLinearGRPOLoss, FusedLinearJSDLoss, FusedLinearKTOLoss
     from posttrain.model.adapters import get_peft_config, get_quantization_config
     from posttrain.model.config import ModelConfig
     from posttrain.model.reference import create_reference_model

@@ -8,7 +8,9 @@ PosttrainError
 │   └── LayoutError       the model cannot take the layout asked for
 ├── MissingExtraError an optional package that was asked for      (also an ImportError)
 └── TrainingError     a run that must stop                        (also a RuntimeError)
-    └── NonFiniteError    a loss or a gradient that is NaN or infinite
+    ├── NonFiniteError    a loss or a gradient that is NaN or infinite
+    ├── OutOfMemoryError  a batch that does not fit
+    └── SelfCheckError    a run that would not train what it says
 """
 
 from __future__ import annotations
@@ -51,6 +53,14 @@ class TrainingError(PosttrainError, RuntimeError):
 
 class NonFiniteError(TrainingError):
     """A loss or a gradient norm is NaN or infinite."""
+
+
+class OutOfMemoryError(TrainingError):
+    """A batch does not fit in memory, and smaller pieces are no way on."""
+
+
+class SelfCheckError(TrainingError):
+    """A self-check failed before the first step."""
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -141,6 +141,7 @@ class ScoreRequest:
     entropy: bool = False
     top1: bool = False
     mean_logit: bool = False
+    log_collision: bool = False
     temperature: float = 1.0
     aux_loss: bool = False  # the router's balance loss, of a model that has one
 
@@ -158,6 +159,7 @@ class TokenScores(NamedTuple):
     top1: Tensor | None = None  # [N] 1.0 where the target is the most likely token, no grad
     mean_logit: Tensor | None = None  # [N] no grad
     aux_loss: Tensor | None = None  # [] sum over sequences of the router's balance loss
+    log_collision: Tensor | None = None  # [N] log Σ_v p_v², no grad
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from posttrain.parallel.params import whole
 from posttrain.parallel.ranks import barrier
 from posttrain.parallel.roles import prepare_role
 from posttrain.trainer.config import load_options
+from posttrain.trainer.manifest import damage, read_manifest
 from posttrain.types import Row, ScoreRequest
 
 ADAM: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 1e-2, "lr_scheduler_type": "linear"}
@@ -234,6 +235,11 @@ def going_on(strategy: str, **settings: Any) -> tuple[Run, dict[str, Any], str]:
     folder = scratch()
     settings = ADAM | {"max_steps": 5, "save_strategy": "steps", "save_steps": 2, **settings}
     run, _ = on_two(strategy, per_device_train_batch_size=2, output_dir=folder, **copy.deepcopy(settings))
+    manifest = read_manifest(Path(folder) / "checkpoint-2")
+    assert manifest is not None
+    assert manifest.ranks == 2
+    assert {"rng_state_0.pth", "rng_state_1.pth"} <= manifest.files.keys()
+    assert damage(Path(folder) / "checkpoint-2") == []
     return run, settings, f"{folder}/checkpoint-2"
 
 

@@ -211,6 +211,10 @@ def test_a_data_set_smaller_than_a_batch_that_drops_the_last():
 def test_lengths_that_hold_no_target():
     with Raises(ConfigError, "`max_length` is 1", "at least 2"):
         build(max_length=1)
+    with Raises(ConfigError, "`packing_strategy`", "`overflow`", "'drop'"):
+        build(packing=True, packing_strategy="bfd_split", overflow="drop")
+    with Raises(ConfigError, "`overflow`", "`truncation_mode`"):
+        build(overflow="split", truncation_mode="keep_end")
     with Raises(ConfigError, "`packing`", "`max_length`"):
         build(packing=True, max_length=None)
 

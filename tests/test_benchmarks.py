@@ -94,6 +94,13 @@ def test_memory_script_runs_its_settings_to_the_same_loss(tmp_path: Path):
     assert len({line[4].rstrip(" |") for line in found}) == 1, found
 
 
+@pytest.mark.slow
+def test_pack_script_fills_bins():
+    options = ("--rows", "5000", "--capacities", "1024", "--sigmas", "0.8", "--rounds", "1", "--save", "")
+    [line] = rows_of(bench("pack.py", *options))
+    assert line[:2] == ["1,024", "0.8"] and float(line[4].rstrip(" |")) >= 99.5
+
+
 def test_without_a_gpu_the_scripts_say_so():
     if torch.cuda.is_available():
         pytest.skip("there is one")

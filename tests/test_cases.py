@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from posttrain import SFTConfig, SFTTrainer
 from posttrain.data.forest import build_forest
 from posttrain.data.sampling import RowItems
-from posttrain.errors import ConfigError, EmptyDataError, ModelError
+from posttrain.errors import ConfigError, DataError, EmptyDataError, ModelError
 from posttrain.model.padding import pad_rows
 from posttrain.types import Row, TokenBatch
 
@@ -128,6 +128,43 @@ def test_c05_overflow_is_accounted_for(capsys):
     assert len(trainer.train_dataset) == 3
     assert sum(trainer.train_dataset.costs) == 12
     assert "1 token cut from 1 row" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept", "targets", "said"),
+    [
+        ({}, 12, 8, "1 token cut from 1 row"),
+        ({"overflow": "drop"}, 7, 4, "3 of 4 rows, 7 tokens, 4 targets; 1 row longer than `max_length` dropped"),
+        # 6 tokens in two pieces of 5 and 2: the second begins with the last token of the first, as context.
+        ({"overflow": "split"}, 14, 9, "1 row split in 2 pieces"),
+        ({"packing_strategy": "bfd_split"}, 14, 9, "1 row split in 2 pieces"),
+        ({"packing": False, "overflow": "split"}, 14, 9, "1 row split in 2 pieces"),
+        ({"packing_strategy": "wrapped"}, 14, 9, "4 of 4 rows, 13 tokens"),
+    ],
+)
+def test_c05_each_policy_keeps_and_counts(capsys, fields, kept, targets, said):
+    rows = tokens([3] * 6, [4] * 2, [5] * 3, [6] * 2)
+    trainer = SFTTrainer(
+        tiny_model("qwen3"),
+        SFTConfig(**{**FIELDS, "output_dir": scratch(), "packing": True, "max_length": 5, **fields}),
+        train_dataset=rows,
+        processing_class=byte_tokenizer(),
+    )
+    laid = [row for item in map(trainer.train_dataset.__getitem__, range(len(trainer.train_dataset))) for row in item]
+    assert all(cost <= 5 for cost in trainer.train_dataset.costs)
+    assert sum(len(row.input_ids) for row, _ in laid) == kept
+    assert len(build_forest([row for row, _ in laid]).targets) == targets
+    assert said in capsys.readouterr().err
+
+
+def test_c05_a_long_row_is_an_error_where_that_is_asked():
+    with pytest.raises(DataError, match="Row 1 of the train set: 6 tokens, and `max_length` is 5 with `overflow`"):
+        SFTTrainer(
+            tiny_model("qwen3"),
+            SFTConfig(**{**FIELDS, "output_dir": scratch(), "max_length": 5, "overflow": "error"}),
+            train_dataset=tokens([4] * 2, [3] * 6),
+            processing_class=byte_tokenizer(),
+        )
 
 
 CHATS = [

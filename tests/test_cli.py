@@ -10,9 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from data_fixtures import CHATML, byte_tokenizer
+from laws.mutants import applied
+from tiny import tiny_model
 
 from posttrain import __version__
 from posttrain.cli import env, run
+from posttrain.cli.commands import COMMANDS
 from posttrain.cli.main import main
 from posttrain.errors import ConfigError
 
@@ -121,7 +125,8 @@ def test_help_width(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]):
     assert main(["stf"]) == 2
-    assert "unknown command 'stf'; the commands are sft, merge, env. Did you mean 'sft'?" in error(capsys)
+    names = ", ".join([*COMMANDS, "env", "report"])
+    assert f"unknown command 'stf'; the commands are {names}. Did you mean 'sft'?" in error(capsys)
 
 
 def test_traceback_on_request(monkeypatch: pytest.MonkeyPatch):
@@ -203,16 +208,22 @@ def test_missing_file_is_one_line(tmp_path: Path, trained: list[Any], capsys: py
     assert "none.jsonl" in error(capsys) and not trained
 
 
-def test_resume_takes_the_newest_complete_checkpoint(tmp_path: Path, data: str, trained: list[Any]):
+def test_resume_takes_the_newest_complete_checkpoint(
+    tmp_path: Path, data: str, trained: list[Any], capsys: pytest.CaptureFixture[str]
+):
     for step in (3, 9, 10, 12):
         (tmp_path / "out" / f"checkpoint-{step}").mkdir(parents=True)
     for step in (3, 9, 10):  # 12 was cut off while it was written
         (tmp_path / "out" / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
         (tmp_path / "out" / f"checkpoint-{step}" / "optimizer.pt").write_text("")
     ten, nine = (str(tmp_path / "out" / f"checkpoint-{step}") for step in (10, 9))
+    anew = ["--overwrite_output_dir"]
     for asked, found in (("true", ten), ("last", ten), (nine, nine), ("none", None), ("false", None)):
-        assert sft(tmp_path, "--dataset_name", data, "--resume_from_checkpoint", asked) == 0
+        more = anew if found is None else []
+        assert sft(tmp_path, "--dataset_name", data, "--resume_from_checkpoint", asked, *more) == 0
         assert trained[-1].resumed == found
+    assert sft(tmp_path, "--dataset_name", data) == 2
+    assert "holds 4 checkpoint(s) of another run" in error(capsys)
 
 
 def test_resume_from_a_file(tmp_path: Path):
@@ -253,3 +264,33 @@ def test_env_reports_missing_packages(monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_env_takes_no_arguments(capsys: pytest.CaptureFixture[str]):
     assert main(["env", "x"]) == 2
     assert "takes no arguments" in error(capsys)
+
+
+# posttrain check
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> list[str]:
+    """A command line over a tiny model and eight rows."""
+    tiny_model(eos_token_id=257).save_pretrained(tmp_path / "model")
+    byte_tokenizer(template=CHATML).save_pretrained(tmp_path / "model")
+    rows = [{"prompt": "What comes after " + "abcdefgh"[i] + "?", "completion": "x" * (i + 2)} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    line = ["check", "--model_name_or_path", str(tmp_path / "model"), "--dataset_name", str(tmp_path / "rows.jsonl")]
+    return [*line, "--output_dir", str(tmp_path / "out"), "--bf16", "false", "--per_device_train_batch_size", "2"]
+
+
+def test_check_says_what_it_proved_and_writes_nothing(small: list[str], tmp_path: Path, capsys: Any):
+    assert main(small) == 0
+    out = capsys.readouterr().out
+    for line in ("pass  accumulation", "pass  gradients", "pass  forest", "0 failed, of 4 self-checks"):
+        assert line in out
+    assert not (tmp_path / "out").exists()
+
+
+def test_check_fails_with_1(small: list[str], capsys: Any):
+    with applied("mean_of_micro_batch_means"), pytest.raises(SystemExit) as stop:
+        main([*small, "--skip_self_checks", "forest"])
+    assert stop.value.code == 1
+    out = capsys.readouterr().out
+    assert "fail  accumulation  1 micro-batch of 2 units against 2 of 1: loss" in out and "forest" not in out

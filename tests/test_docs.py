@@ -23,12 +23,13 @@ import torch
 from data_fixtures import CHATML, byte_tokenizer
 from tiny import tiny_model, token_rows
 
+from posttrain.cli.commands import COMMANDS
 from posttrain.cli.parse import index, parse, read_command_line, refuse_unknown
 from posttrain.cli.schema import Option, stored
 
 ROOT = Path(__file__).parent.parent
 NAMES = ("quickstart", "sft", "models", "loop", "design", "extending", "adapters", "distributed", "migrating")
-NAMES += ("performance",)
+NAMES += ("performance", "data", "templates", "inspect", "runs", "troubleshooting", "report", "command-line", "losses")
 PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]
 UPDATE_FLAG = "POSTTRAIN_UPDATE_DOCS"
 UPDATE = os.environ.get(UPDATE_FLAG, "0") not in ("", "0")
@@ -170,18 +171,18 @@ def test_the_readme_shows_the_two_commands():
 
 
 def commands() -> list[str]:
-    """Every `posttrain sft …` and `posttrain merge …` of the pages, as it would be typed."""
+    """Every `posttrain sft …`, `merge …` and `inspect …` of the pages, as it would be typed."""
     shown = [*blocks(""), *blocks("bash")]
     # A variable of the shell stands for a number.
     codes = (re.sub(r'"?\$\w+"?', "1", b.code.replace("\\\n", " ")) for b in shown)
     lines = [line.replace("bash -c '", "").rstrip("'") for code in codes for line in code.splitlines()]
-    return [line for line in lines if re.search(r"(?:posttrain|posttrain\.cli) (?:sft|merge) ", line)]
+    return [line for line in lines if re.search(rf"(?:posttrain|posttrain\.cli) (?:{'|'.join(COMMANDS)}) ", line)]
 
 
 @pytest.mark.parametrize("line", commands())
 def test_commands_have_flags_that_exist(line: str):
     tokens = shlex.split(line, comments=True)
-    name = next(token for token in tokens if token in ("sft", "merge"))
+    name = next(token for token in tokens if token in COMMANDS)
     known = index(stored(name))
     given = read_command_line(tokens[tokens.index(name) + 1 :], known)
     refuse_unknown(given.unknown, known)

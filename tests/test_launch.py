@@ -24,6 +24,7 @@ from posttrain.cli import agent, launch
 from posttrain.cli.main import main
 from posttrain.cli.run import suggest_launch
 from posttrain.errors import ConfigError
+from posttrain.trainer.checkpoints import is_complete
 
 NAMES = ["cpu", "fsdp2", "multi_gpu", "single", "zero1", "zero2", "zero3"]
 FLAGS = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl", "--output_dir", "out"]
@@ -345,6 +346,7 @@ def wait_until(condition: Any, seconds: float = 60.0) -> bool:
         (signal.SIGKILL, "launcher", 128 + 9),
         (signal.SIGTERM, "us", 128 + 15),
         (signal.SIGINT, "us", 128 + 2),
+        (signal.SIGUSR1, "us", 128 + 10),
     ],
 )
 def test_nothing_is_left_behind(number: int, whom: str, code: int, run: list[str], tmp_path: Path):
@@ -360,6 +362,9 @@ def test_nothing_is_left_behind(number: int, whom: str, code: int, run: list[str
         assert wait_until(lambda: not alive(out))
         parent.communicate(timeout=60)
         assert parent.returncode == code
+        if number != signal.SIGKILL:  # saved once, and whole
+            (saved,) = Path(out).glob("checkpoint-*")
+            assert is_complete(saved)
     finally:
         for pid in alive(out):
             os.kill(pid, signal.SIGKILL)

@@ -53,6 +53,7 @@ def test_c27_equals_full_logits(loss, bias, spec, planned):
         entropy=True,
         top1=True,
         mean_logit=True,
+        log_collision=True,
         temperature=0.7,
     )
     scores = linear_scores(hidden, weight, targets, b, spec, request)
@@ -60,6 +61,7 @@ def test_c27_equals_full_logits(loss, bias, spec, planned):
     (total * 0.25).backward()
     assert torch.allclose(scores.logps.double(), at, atol=1e-5)
     assert torch.allclose(scores.entropy.double(), -(logp.exp() * logp).sum(-1), atol=1e-5)
+    assert torch.allclose(scores.log_collision.double(), torch.logsumexp(2 * logp, -1), atol=1e-5)
     assert torch.equal(scores.top1.bool(), logp.argmax(-1) == targets)
     assert torch.allclose(hidden.grad.double(), h.grad, atol=1e-6)
     assert torch.allclose(weight.grad.double(), w.grad, atol=1e-6)
@@ -160,3 +162,94 @@ def test_no_readouts_still_backpropagates():
     )
     scores.total.backward()
     assert scores.total == 0 and weight.grad.abs().sum() == 0 and hidden.grad.abs().sum() == 0
+
+
+# ---- gradients known late --------------------------------------------------------------------------------------------
+
+
+def count_products(run):
+    """How many products with the weight a call makes."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    ops = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.addmm_.default)
+
+    class Watch(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func in ops and args[-2].numel() + args[-1].numel() > V:
+                Watch.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        run()
+    return Watch.seen
+
+
+def late(hidden, weight, bias, targets, spec):
+    """The loss of a sequence: a function of the sum of its log-probabilities."""
+    logps = linear_scores(hidden, weight, targets, bias, spec, ScoreRequest(temperature=0.7)).logps
+    return torch.nn.functional.softplus(-0.1 * logps.sum() - 4)
+
+
+@pytest.mark.parametrize("spec", [*SPECS, HeadSpec(chunk_tokens=5), HeadSpec(softcap=3.0, chunk_tokens=5)])
+def test_frozen_head_free_has_the_gradient_of_full_logits(spec):
+    hidden, weight, _, targets, _ = make()
+    weight.requires_grad_(False)
+    (h, _, _), _, at = reference(hidden, weight, None, targets, spec, temperature=0.7)
+    wanted = torch.nn.functional.softplus(-0.1 * at.sum() - 4)
+    wanted.backward()
+    found = late(hidden, weight, None, targets, spec)
+    found.backward()
+    assert torch.allclose(found.double(), wanted, atol=1e-5)
+    assert torch.allclose(hidden.grad.double(), h.grad, atol=1e-6) and h.grad.abs().max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("frozen", "spec", "products"),
+    [
+        (True, HeadSpec(), 2),  # logits, d hidden
+        (True, HeadSpec(memory_bytes=1, chunk_tokens=64), 2),  # free: no budget is needed
+        (False, HeadSpec(), 3),  # kept
+        (False, HeadSpec(memory_bytes=1, chunk_tokens=64), 4),  # projected again
+    ],
+)
+def test_products_of_a_loss_known_late(frozen, spec, products):
+    hidden, weight, _, targets, _ = make()
+    weight.requires_grad_(not frozen)
+    assert count_products(lambda: late(hidden, weight, None, targets, spec).backward()) == products
+
+
+def test_frozen_head_free_keeps_neither_logits_nor_weight():
+    hidden, weight, bias, targets, _ = make(bias=True)
+    weight.requires_grad_(False), bias.requires_grad_(False)
+    logps = linear_scores(hidden, weight, targets, bias, HeadSpec(), ScoreRequest()).logps
+    node = logps.grad_fn
+    assert node.kept == [] and [None if x is None else tuple(x.shape) for x in node.saved_tensors][:3] == [
+        (N, H),
+        None,
+        None,
+    ]
+
+
+def test_a_trained_bias_of_a_frozen_weight_gets_its_gradient():
+    hidden, weight, bias, targets, _ = make(bias=True)
+    weight.requires_grad_(False)
+    (h, _, b), _, at = reference(hidden, weight, bias, targets, HeadSpec(), temperature=0.7)
+    torch.nn.functional.softplus(-0.1 * at.sum() - 4).backward()
+    late(hidden, weight, bias, targets, HeadSpec()).backward()
+    assert torch.allclose(hidden.grad.double(), h.grad, atol=1e-6)
+    assert torch.allclose(bias.grad.double(), b.grad, atol=1e-6)
+
+
+def test_scores_of_a_frozen_head_form_nothing_without_grad():
+    hidden, weight, _, targets, _ = make()
+    with torch.no_grad():
+        assert count_products(lambda: linear_scores(hidden, weight, targets, None, HeadSpec(), ScoreRequest())) == 1
+
+
+def test_log_collision_is_the_log_of_the_sum_of_squares():
+    from posttrain.loss.softmax import log_collision
+
+    z = torch.tensor([[0.0, 0.0, 0.0, 0.0], [1e4, 0.0, -1e4, 0.0]])
+    assert log_collision(z).tolist() == pytest.approx([-1.386294, 0.0], abs=1e-6)

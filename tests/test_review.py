@@ -93,10 +93,9 @@ def test_speed_is_never_negative(tmp_path):
 def test_pieces_without_targets_are_dropped_and_counted():
     bins = plan_bins([24, 9], 8, "bfd_split")
     weights = [[0.0] * 16 + [1.0] * 8, [0.0] + [1.0] * 8]
-    kept, dropped, beheaded = drop_untrained(bins, weights)
-    assert dropped == 3  # two masked thirds of the first row, and the ninth token of the second
-    assert beheaded == 2
-    assert sorted(piece for pieces in kept for piece in pieces) == [(0, 16, 24), (1, 0, 8)]
+    kept, dropped = drop_untrained(bins, weights)
+    assert dropped == 2  # two masked pieces of the first row
+    assert sorted(piece for pieces in kept for piece in pieces) == [(0, 14, 22), (0, 21, 24), (1, 0, 8), (1, 7, 9)]
 
 
 def test_predictions_come_in_the_order_of_the_rows(tmp_path):

@@ -145,12 +145,15 @@ def test_c44_tools_reach_the_prompt_also_as_json():
 def test_arrow_nulls_do_not_reach_the_template():
     # The second row has no tool calls, so Arrow gives its messages the key with None.
     call = {"type": "function", "function": {"name": "look", "arguments": {"q": "x"}}}
-    template = "{% for m in messages %}{{ m.content }}{{ '!' if 'tool_calls' in m }}{{ '<|im_end|>' }}{% endfor %}"
+    template = (
+        "{% for m in messages %}{{ m.content }}{{ '!' + m.tool_calls[0].function.arguments.q if 'tool_calls' in m }}"
+    )
+    template += "{{ '<|im_end|>' }}{% endfor %}"
     tokenizer = byte_tokenizer(template=template)
     rows, _ = prepare(
         [{"messages": [user("a"), {**says("b"), "tool_calls": [call]}]}, {"messages": [user("c")]}], tokenizer
     )
-    assert [tokenizer.decode(r["input_ids"]) for r in rows] == ["a<|im_end|>b!<|im_end|>", "c<|im_end|>"]
+    assert [tokenizer.decode(r["input_ids"]) for r in rows] == ["a<|im_end|>b!x<|im_end|>", "c<|im_end|>"]
 
 
 def test_sharegpt_and_row_kwargs():

@@ -19,14 +19,10 @@ FILE_LINES, LEAF_LINES, FUNCTION_LINES = 400, 199, 59
 # What is over a cap, with the size it has today: "path" or "path::function". This table may only shrink.
 EXCEPTIONS: dict[str, int] = {}
 
-# Files of trainer/ that are shared by the methods; every other file there is a leaf: one method.
-SHARED_TRAINER_FILES = {"__init__.py", "engine.py", "onpolicy.py", "config.py", "meter.py", "callbacks.py"}
-SHARED_TRAINER_FILES |= {"checkpoints.py", "loading.py", "predictions.py", "randomness.py", "refusals.py", "tuning.py"}
-SHARED_TRAINER_FILES |= {"completions.py", "logged.py", "evaluation.py", "experience.py", "training_state.py"}
-SHARED_TRAINER_FILES |= {"cloning.py"}
-SHARED_TRAINER_FILES |= {"folder.py", "manifest.py", "resuming.py", "saving.py"}
 # Only these may switch gradients off or cut them: `experience` runs under no_grad, `loss_step` never does.
 GRAD_FILES = {"posttrain/trainer/engine.py", "posttrain/trainer/meter.py"}
+# … the engine's own loop over pieces, and checks before the first step.
+GRAD_FILES |= {"posttrain/trainer/recovery.py", "posttrain/trainer/selfcheck.py"}
 # Packages named in one room only.
 ROOM_OF = {"peft": "model", "vllm": "rollout", "deepspeed": "parallel"}
 LOSS_MAY_IMPORT = {"torch", "posttrain.types", "posttrain.loss", "posttrain.errors"}
@@ -44,8 +40,11 @@ def trees() -> dict[str, ast.Module]:
 
 
 def is_leaf(path: str) -> bool:
-    *folder, name = path.split("/")
-    return folder == ["posttrain", "trainer"] and name not in SHARED_TRAINER_FILES
+    """A file of trainer/ that defines a trainer on the engine: one method."""
+    if not path.startswith("posttrain/trainer/"):
+        return False
+    classes = (node for node in trees()[path].body if isinstance(node, ast.ClassDef))
+    return any(isinstance(base, ast.Name) and base.id == "Engine" for each in classes for base in each.bases)
 
 
 def room(path: str) -> str:

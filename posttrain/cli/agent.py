@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.cli.launch import FOLDER, read_config, tie_to_parent
+from posttrain.cli.launch import FOLDER, PASSED, read_config, tie_to_parent
 
 _CPU = "MULTI_CPU"
 
@@ -122,8 +122,10 @@ def _pass_on(number: int, _: Any) -> None:
 
 def main(argv: Sequence[str]) -> int:
     order = json.loads(argv[0])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in PASSED:
         signal.signal(number, _pass_on)
+    # How long torchrun lets the processes save after a signal, in seconds; its own 30 are few for a large model.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     tie_to_parent(signal.SIGTERM, order["parent"])
     return run(order["asked"], argv[1:])
 

@@ -13,6 +13,7 @@ class Command:
     configs: tuple[str, ...]  # dataclasses whose fields are the flags, in the order help shows them
     run: str  # function that takes {class name: {field: value}}
     check: str = ""  # function of the same values that refuses what cannot run, and imports nothing heavy
+    dry_run: str = ""  # function of the same values that does all but train and writes nothing
 
 
 _COMMON = (
@@ -28,8 +29,31 @@ COMMANDS = {
         (*_COMMON, "posttrain.trainer.sft:SFTConfig"),
         "posttrain.cli.run:sft",
         "posttrain.cli.run:check_sft",
+        "posttrain.cli.run:dry_sft",
+    ),
+    "inspect": Command(
+        "Look at the rows of a run, and find what is wrong with them.",
+        (
+            "posttrain.cli.inspect:InspectArguments",
+            *_COMMON[:3],
+            "posttrain.cli.inspect:InspectLaunch",
+            "posttrain.trainer.sft:SFTConfig",
+        ),
+        "posttrain.cli.inspect:inspect",
+        "posttrain.cli.inspect:check_inspect",
+    ),
+    "check": Command(
+        "Load all that `sft` would and run its self-checks, without training.",
+        (*_COMMON, "posttrain.trainer.sft:SFTConfig"),
+        "posttrain.cli.check:check",
+        "posttrain.cli.run:check_sft",
     ),
     "merge": Command(
         "Merge an adapter into its base.", ("posttrain.model.config:MergeConfig",), "posttrain.cli.merge:merge"
+    ),
+    "convert": Command(
+        "Rows of one dataset type to another.",
+        ("posttrain.data.config:ConvertArguments",),
+        "posttrain.cli.convert:convert",
     ),
 }

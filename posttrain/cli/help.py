@@ -9,7 +9,8 @@ from posttrain.cli.schema import Option, Options
 
 _RULES = """Every field below is a flag and a key of the YAML file. The command line wins over the file, the file over
 the default. Write --name value or --name=value, with dashes or underscores; --name and --no-name for true and false;
-several values for a list; JSON for a mapping; none for no value."""
+several values for a list; JSON for a mapping, or --name.key=value for one key of it; none for no value.
+--show_config [all | json] prints each value with where it comes from; --dry_run does everything but train."""
 _WORDS = {"str": "text", "dict": "mapping"}
 
 

@@ -24,6 +24,8 @@ FOLDER = Path(__file__).with_name("accelerate_configs")
 # Set in the processes we launch, so that they pass over the launch keys of the file they share with us. A single one
 # has no RANK to know by.
 LAUNCHED = "POSTTRAIN_LAUNCHED"
+# The command as its user wrote it, launch flags included: JSON, for the record of the run.
+COMMAND = "POSTTRAIN_COMMAND"
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _ONE_PROCESS = "NO"
 _TYPES = (_ONE_PROCESS, "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_HPU", "MULTI_MUSA")
@@ -72,6 +74,8 @@ class LaunchArguments:
     """Another way to write `bf16` and `fp16`; starts nothing."""
 
 
+# Signals that reach every process of a run. SLURM sends SIGUSR1 ahead of time when asked to.
+PASSED = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if name in dir(signal)]
 # Those that start processes.
 OPTIONS = tuple(field.name for field in fields(LaunchArguments) if field.name != "mixed_precision")
 
@@ -198,7 +202,7 @@ def supervise(line: Sequence[str], environment: Mapping[str, str]) -> int:
         child.send_signal(number if len(received) == 1 else signal.SIGKILL)
 
     # `nohup` and shells that start jobs in the background have some ignored: leave those.
-    passed = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
+    passed = [s for s in PASSED if signal.getsignal(s) != signal.SIG_IGN]
     before = {number: signal.signal(number, pass_on) for number in passed}
     try:
         code = child.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from posttrain import __version__
 from posttrain.cli import launch
 from posttrain.cli.commands import COMMANDS
 from posttrain.cli.help import command_help
+from posttrain.cli.origins import show, take_switches
 from posttrain.cli.parse import (
     Values,
     coerce_mapping,
@@ -64,16 +66,23 @@ def _dispatch(args: list[str]) -> int:
         if args[1:]:
             raise ConfigError(f"posttrain env takes no arguments, and {args[1]!r} follows it.")
         print(report())
+    elif name == "report":
+        from posttrain.cli.report import main as write_report
+
+        write_report(args[1:])
     elif name in COMMANDS:
         return _train(name, args[1:])
     else:
-        known = [*COMMANDS, "env"]
+        known = [*COMMANDS, "env", "report"]
         raise ConfigError(f"unknown command {name!r}; the commands are {', '.join(known)}.{suggest(name, known)}")
     return 0
 
 
 def _train(name: str, args: list[str]) -> int:
     command = COMMANDS[name]
+    args, switches = take_switches(args)
+    if switches.dry_run and not command.dry_run:
+        raise ConfigError(f"posttrain {name} has no --dry_run.")
     line = read_command_line(args, {})
     if line.wants_help:
         print(command_help(f"posttrain {name}", command.about, stored(name)))
@@ -83,14 +92,43 @@ def _train(name: str, args: list[str]) -> int:
     on_the_line = [flag for flag in flags if flag in launch.OPTIONS]
     # Which processes run it is known from our own fields: were the file of fields stale, reading it anew imports torch.
     asked = _launch_values(name, args)
+    if switches.show:
+        options = _options(name, args)
+        print(show(args, options, parse(args, options), switches.show))
+        return 0
+    if switches.dry_run:
+        options = _options(name, args)
+        _check_launch(asked)
+        locate(command.dry_run)(_values(name, args, options))
+        return 0
     if launch.is_asked_for(asked, on_the_line):
         if not is_stale():
             values = _values(name, args, stored(name))
             if command.check:
                 locate(command.check)(values)
+        os.environ[launch.COMMAND] = json.dumps([name, *args])
         return launch.launch(name, without_flags(args, launch.OPTIONS), asked)
-    locate(command.run)(_values(name, args, _options(name, args)))
+    _run(name, args)
     return 0
+
+
+def _run(name: str, args: list[str]) -> None:
+    """Run the command here; what it records of the run is the line its user wrote, launch flags included."""
+    values = _values(name, args, _options(name, args))
+    is_ours = launch.LAUNCHED not in os.environ or launch.COMMAND not in os.environ
+    if is_ours:
+        os.environ[launch.COMMAND] = json.dumps([name, *args])
+    try:
+        locate(COMMANDS[name].run)(values)
+    finally:
+        if is_ours:
+            del os.environ[launch.COMMAND]
+
+
+def _check_launch(asked: dict[str, Any]) -> None:
+    """Refuse processes that could not be started, without starting them."""
+    chosen = asked.get("accelerate_config")
+    launch.check(asked, launch.read_config(launch.find_config(chosen)) if chosen is not None else {})
 
 
 def _values(name: str, args: list[str], options: Options) -> Values:
@@ -107,7 +145,7 @@ def _launch_values(name: str, args: list[str]) -> dict[str, Any]:
     line = read_command_line(args, known)
     from_file = read_file(line.config) if known and line.config is not None else {}
     named = {key: value for key, value in from_file.items() if key.replace("-", "_") in known}
-    merged = merge(coerce_mapping(named, known, str(line.config)), line.values)
+    merged = merge(coerce_mapping(named, known, str(line.config)), line, known)
     return {key: value for key, value in merged.items() if value is not None}
 
 
@@ -132,6 +170,7 @@ def _options(name: str, args: list[str]) -> Options:
 def overview() -> str:
     """What `posttrain --help` prints."""
     rows = [(name, command.about) for name, command in COMMANDS.items()]
+    rows.append(("report", "Write the curves and the configuration of runs as one HTML page."))
     rows.append(("env", "Print the versions and the hardware, for a report of a problem."))
     lines = "\n".join(f"  {name:<8}{about}" for name, about in rows)
     return (

@@ -10,18 +10,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from posttrain.cli.coerce import coerce, parse_yaml
+from posttrain.cli.coerce import coerce, expected, parse_yaml
 from posttrain.cli.help import command_help
 from posttrain.cli.schema import Option, Options, describe, nested_class
 from posttrain.errors import ConfigError, MissingExtraError, PosttrainError, suggest
 
-RESERVED = ("config", "env", "help")
+RESERVED = ("config", "env", "help", "show_config", "dry_run")
 # Two names of one setting: one on the command line replaces the other in the file.
 _ALIASES = {
     "gradient_checkpointing": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
 }
 _ALIASES |= {new: old for old, new in _ALIASES.items()}
+# Fields that decide the same thing, by the values with which they do. One on the command line replaces the others in
+# the file; a file that sets two of them is left to the check that refuses it.
+_ANY = object()
+_RIVALS: tuple[dict[str, Any], ...] = (
+    {"mixed_precision": _ANY, "bf16": _ANY},
+    {"mixed_precision": _ANY, "fp16": _ANY},
+    {"bf16": True, "fp16": True},
+    {"load_in_4bit": True, "load_in_8bit": True},
+    {"num_train_epochs": _ANY, "max_steps": _ANY},
+)
 
 Values = dict[str, dict[str, Any]]  # class name → the fields that were given
 
@@ -34,6 +44,7 @@ class CommandLine:
     """What the tokens say.   e.g. --max-length 64 --config a.yaml -> values {"max_length": 64}, config "a.yaml" """
 
     values: dict[str, Any] = field(default_factory=dict)
+    nested: list[tuple[str, Any]] = field(default_factory=list)  # e.g. --a.b=1 -> ("a.b", "1")
     config: str | None = None
     wants_help: bool = False
     unknown: list[str] = field(default_factory=list)  # flags nobody knows and what follows each
@@ -53,7 +64,7 @@ def index(options: Options) -> dict[str, Option]:
 def read_command_line(args: Sequence[str], known: Mapping[str, Option]) -> CommandLine:
     """Read the tokens, each value coerced to its option's type."""
     line = CommandLine()
-    for token, given in _grouped(args):
+    for token, given in grouped(args):
         if token in ("-h", "--help"):
             line.wants_help = True
         elif not token.startswith("--") or token == "--":
@@ -66,7 +77,7 @@ def read_command_line(args: Sequence[str], known: Mapping[str, Option]) -> Comma
     return line
 
 
-def _grouped(args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+def grouped(args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Each flag with what follows it.   e.g. --a 1 2 --b=3 -> ("--a", ["1", "2"]), ("--b=3", [])"""
     at = 0
     while at < len(args):
@@ -76,13 +87,14 @@ def _grouped(args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def flag_name(token: str) -> str:
-    """e.g. --num-processes=2 -> num_processes"""
-    return token.partition("=")[0].removeprefix("--").replace("-", "_")
+    """e.g. --num-processes=2 -> num_processes, --model-init-kwargs.my-key=1 -> model_init_kwargs.my-key"""
+    name, dot, key = token.partition("=")[0].removeprefix("--").partition(".")
+    return name.replace("-", "_") + dot + key
 
 
 def without_flags(args: Sequence[str], names: Collection[str]) -> list[str]:
     """The tokens, less the flags named and their values."""
-    kept = ([token, *given] for token, given in _grouped(args) if flag_name(token) not in names)
+    kept = ([token, *given] for token, given in grouped(args) if flag_name(token) not in names)
     return [token for group in kept for token in group]
 
 
@@ -93,6 +105,8 @@ def _read_flag(line: CommandLine, flag: str, given: list[str], known: Mapping[st
         if line.config is not None:
             raise ConfigError(f"--config is given twice: {line.config!r} and {' '.join(given)!r}.")
         line.config = _one(flag, given, "the path of a YAML file")
+    elif "." in name and name.partition(".")[0] in known:
+        line.nested.append((name, _nested_value(known[name.partition(".")[0]], flag, given)))
     elif name in known:
         line.values[name] = _value(known[name], flag, given, line.values.get(name))
     elif positive != name and positive in known and "bool" in known[positive].kinds:
@@ -101,6 +115,16 @@ def _read_flag(line: CommandLine, flag: str, given: list[str], known: Mapping[st
         line.values[positive] = False
     else:
         line.unknown += [flag, *given]
+
+
+def _nested_value(option: Option, flag: str, given: list[str]) -> Any:
+    """A value inside a mapping has no type of its own unless the mapping is a dataclass: it is read as YAML."""
+    if not {"dict", "mapping"} & set(option.kinds):
+        raise ConfigError(f"{flag}: `{option.name}` is no mapping, so it has no keys; it takes {expected(option)}.")
+    if not all(flag.partition(".")[2].split(".")):
+        raise ConfigError(f"{flag}: a key is empty; write --{option.name}.key=value.")
+    text = _one(flag, given, "a value") if given else "true"
+    return text if option.fields else parse_yaml(text, f"`{flag}`")
 
 
 def _value(option: Option, flag: str, given: list[str], before: Any) -> Any:
@@ -171,8 +195,15 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 def coerce_mapping(values: Mapping[str, Any], known: Mapping[str, Option], source: str) -> dict[str, Any]:
     """Coerce the values of a file or a dict; an unknown key is an error."""
-    named = {name.replace("-", "_"): value for name, value in values.items()}
+    named: dict[str, Any] = {}
+    for key, value in values.items():
+        name = key.replace("-", "_")
+        if name in named:
+            raise ConfigError(f"{source}: {name!r} comes twice, with dashes and with underscores; keep one.")
+        named[name] = value
     for name in named:
+        if name in ("show_config", "dry_run"):
+            raise ConfigError(f"{source}: {name!r} belongs on the command line: write --{name}.")
         if name not in known:
             raise ConfigError(f"{source}: unknown key {name!r}.{suggest(name, known)}")
     return {name: coerce(known[name], value, f"{source}: `{name}`") for name, value in named.items()}
@@ -181,10 +212,34 @@ def coerce_mapping(values: Mapping[str, Any], known: Mapping[str, Option], sourc
 # Both
 
 
-def merge(from_file: Mapping[str, Any], from_line: Mapping[str, Any]) -> dict[str, Any]:
-    """The command line wins, also where it says what the default is."""
-    replaced = {_ALIASES.get(name) for name in from_line} - set(from_line)
-    return {**{name: value for name, value in from_file.items() if name not in replaced}, **from_line}
+def merge(from_file: Mapping[str, Any], line: CommandLine, known: Mapping[str, Option]) -> dict[str, Any]:
+    """The command line wins, also where it says what the default is. `--a.b=1` sets one key and keeps the others."""
+    given = {*line.values, *(name.partition(".")[0] for name, _ in line.nested)}
+    dropped = replaced(from_file, line.values, given)
+    merged = {**{name: value for name, value in from_file.items() if name not in dropped}, **line.values}
+    for path, value in line.nested:
+        name, _, rest = path.partition(".")
+        merged[name] = coerce(known[name], _with_key(merged.get(name), rest.split("."), value, name), f"`--{path}`")
+    return merged
+
+
+def replaced(from_file: Mapping[str, Any], from_line: Mapping[str, Any], given: Collection[str]) -> dict[str, str]:
+    """The fields of the file that another field of the command line replaces, and which one does."""
+    found = {_ALIASES[name]: name for name in given if name in _ALIASES and _ALIASES[name] not in given}
+    for rivals in _RIVALS:
+        for name, deciding in rivals.items():
+            if name not in from_line or (deciding is not _ANY and from_line[name] != deciding):
+                continue
+            found |= {other: name for other in rivals if other not in given}
+    return {name: by for name, by in found.items() if name in from_file}
+
+
+def _with_key(mapping: Any, keys: Sequence[str], value: Any, name: str) -> dict[str, Any]:
+    """A copy of the mapping with one value in it set."""
+    if mapping is not None and not isinstance(mapping, Mapping):
+        raise ConfigError(f"`{name}` is {mapping!r}, which has no keys; give it as a mapping, or leave --{name}.… out.")
+    inner = value if len(keys) == 1 else _with_key((mapping or {}).get(keys[0]), keys[1:], value, f"{name}.{keys[0]}")
+    return {**(mapping or {}), keys[0]: inner}
 
 
 def split(values: Mapping[str, Any], options: Options) -> Values:
@@ -203,7 +258,7 @@ def parse(args: Sequence[str], options: Options) -> Values:
     line = read_command_line(args, known)
     refuse_unknown(line.unknown, known)
     from_file = coerce_mapping(read_file(line.config), known, line.config) if line.config is not None else {}
-    return split(merge(from_file, line.values), options)
+    return split(merge(from_file, line, known), options)
 
 
 def construct(cls: type, values: Mapping[str, Any]) -> Any:
@@ -262,7 +317,7 @@ class TrlParser:
         extra = {name: value for name, value in from_file.items() if name.replace("-", "_") not in self._known}
         if return_remaining_strings or not fail_with_unknown_args:
             from_file = {name: value for name, value in from_file.items() if name not in extra}
-        ready = self._build(merge(coerce_mapping(from_file, self._known, str(line.config)), line.values))
+        ready = self._build(merge(coerce_mapping(from_file, self._known, str(line.config)), line, self._known))
         if not return_remaining_strings:
             refuse_unknown(line.unknown, self._known)
             return ready

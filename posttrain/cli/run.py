@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.cli.launch import LAUNCHED
+from posttrain.cli.launch import COMMAND, LAUNCHED
 from posttrain.cli.parse import Values, construct
 from posttrain.errors import ConfigError
 
@@ -19,6 +21,13 @@ _QUANTIZED = ("load_in_4bit", "load_in_8bit")
 
 def sft(values: Values) -> None:
     """`posttrain sft`."""
+    trainer, script, resume = build_sft(values)
+    record(trainer)
+    finish(trainer, script, resume)
+
+
+def build_sft(values: Values) -> tuple[Any, ScriptArguments, str | None]:
+    """Read, load and prepare everything: the trainer, ready to train; and the checkpoint to go on from."""
     resume = check_sft(values)
 
     from posttrain.data.config import DatasetMixtureConfig, ScriptArguments
@@ -43,7 +52,33 @@ def sft(values: Values) -> None:
         peft_config=peft_config,
         quantization_config=quantization_config,
     )
-    finish(trainer, script, resume)
+    return trainer, script, resume
+
+
+def record(trainer: Any) -> None:
+    """Tell the trainer what to write beside the checkpoints about the command that made it."""
+    from posttrain.cli.record import resolved
+
+    files, command = getattr(trainer, "run_files", None), os.environ.get(COMMAND)
+    if files is not None and command is not None:
+        files.command = json.loads(command)
+        files.resolved = resolved(files.command, {"bf16": bool(trainer.args.bf16), "fp16": bool(trainer.args.fp16)})
+
+
+def dry_sft(values: Values) -> None:
+    """`posttrain sft --dry_run`: everything that can fail before the first step. Writes nothing to `output_dir`."""
+    values["SFTConfig"]["report_to"] = ["none"]  # making a trainer starts its trackers
+    values["SFTConfig"]["push_to_hub"] = False  # and the hub's repository
+    folder = Path(values["SFTConfig"].get("output_dir") or "trainer_output").expanduser()
+    missing = not folder.exists()
+    trainer, _, resume = build_sft(values)
+    steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1]
+    trainer.create_optimizer_and_scheduler(steps)
+    next(iter(trainer.get_train_dataloader()))
+    if missing and folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()  # the base class makes it
+    begin = f"resuming from {resume}" if resume is not None else "from the start"
+    say(f"dry run: the fields, data, model and schedule are good: {steps} steps, {begin}. Nothing was trained.")
 
 
 def finish(trainer: Any, script: ScriptArguments, resume: str | None) -> None:
@@ -131,8 +166,13 @@ def _adapter_fields(model: dict[str, Any]) -> list[str]:
 def resume_folder(config: dict[str, Any]) -> str | None:
     """The checkpoint the fields ask for, before anything heavy is imported."""
     from posttrain.trainer.checkpoints import find_checkpoint
+    from posttrain.trainer.folder import refuse_anothers
 
-    return find_checkpoint(config.get("resume_from_checkpoint"), config.get("output_dir"))
+    output_dir = config.get("output_dir") or "trainer_output"
+    found = find_checkpoint(config.get("resume_from_checkpoint"), output_dir)
+    if found is None and config.get("save_strategy") != "no" and not config.get("overwrite_output_dir"):
+        refuse_anothers(Path(output_dir).expanduser())
+    return found
 
 
 # After
@@ -159,13 +199,13 @@ def model_init_kwargs(model: ModelConfig, args: Any) -> dict[str, Any]:
 
 def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig, wants_eval: bool) -> tuple[Any, Any]:
     """The training set, and the evaluation set when evaluation is on."""
-    from posttrain.data.config import DatasetConfig, DatasetMixtureConfig
+    from posttrain.data.config import DatasetConfig
     from posttrain.data.mixture import get_dataset
 
     streaming = script.dataset_streaming or mixture.streaming
 
     def read(sources: list[DatasetConfig], test_split_size: float | None = None) -> Any:
-        return get_dataset(DatasetMixtureConfig(sources, streaming=streaming, test_split_size=test_split_size))
+        return get_dataset(replace(mixture, datasets=sources, streaming=streaming, test_split_size=test_split_size))
 
     def source(split: str) -> list[DatasetConfig]:
         return [DatasetConfig(path=str(script.dataset_name), name=script.dataset_config, split=split)]

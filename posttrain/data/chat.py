@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from posttrain.data.formats import is_conversational
-from posttrain.data.spans import Span, locate
+from posttrain.data.spans import Span, end_of_turn, locate
 from posttrain.data.template import Template, common_prefix, parse_kwargs, parse_tools
-from posttrain.errors import DataError
+from posttrain.errors import DataError, suggest
 
 # The combinations of chat columns that make a row.
 SUPPORTED = (
@@ -19,6 +19,8 @@ SUPPORTED = (
     {"chosen", "rejected"},
     {"prompt", "completion", "label"},
 )
+# Who may speak. Other roles are taken where the template names them.
+ROLES = ("system", "developer", "user", "assistant", "tool")
 COLUMNS = {"messages", "prompt", "completion", "chosen", "rejected", "label"}
 
 
@@ -105,8 +107,12 @@ def open_prompt(template: Template, prompt: list[dict[str, Any]]) -> str:
     raise DataError(f"The last message of a prompt has the role {role!r}; it must be 'user', 'tool' or 'assistant'.")
 
 
-def check_messages(messages: Any, column: str) -> list[dict[str, Any]]:
-    """Return the messages, or raise `DataError` naming the column, the message and what is wrong with it."""
+def check_messages(messages: Any, column: str, template: Template | None = None) -> list[dict[str, Any]]:
+    """Return the messages, or raise `DataError` naming the column, the message and what is wrong with it.
+
+    With a template, a role must be one of `ROLES` or one that the template names: most templates write any role, so a
+    misspelt one would be a speaker of its own, and never trained.
+    """
     if not isinstance(messages, (list, tuple)):
         raise DataError(f"column {column!r} holds a {type(messages).__name__}; a chat is a list of messages.")
     if not messages:
@@ -115,6 +121,10 @@ def check_messages(messages: Any, column: str) -> list[dict[str, Any]]:
         where = f"column {column!r}, message {index}"
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise DataError(f"{where} is {message!r:.80}; write a mapping with 'role' and 'content'.")
+        role = message["role"]
+        if template is not None and role not in ROLES and not template.names(role):
+            hint = suggest(role.lower(), ROLES) or f" Write one of {', '.join(ROLES)}."
+            raise DataError(f"{where} has the role {role!r}, which the chat template does not name.{hint}")
         content = message.get("content")
         if content is None and not any(message.get(k) for k in ("tool_calls", "reasoning_content", "thinking")):
             raise DataError(f"{where} ({message['role']}) has no content; write text, even if empty, or remove it.")
@@ -145,5 +155,9 @@ def completion_spans(
     if border < len(opened):
         # The prompt opens more than the turn repeats (a thinking block, say): agreement by chance is no prompt.
         border = template.clean_border(text, border)
-    end = len(text.rstrip()) if template.facts.tail.strip() else len(text)
+    tail = template.facts.tail
+    end = len(text)
+    if tail.strip():
+        # What a template writes after the stop token (a newline, an end of text) no model is asked for.
+        end = end_of_turn(template, text, end - len(tail)) if text.endswith(tail) else len(text.rstrip())
     return text, (border, max(border, end))

@@ -24,10 +24,12 @@ class Draft:
     borders: tuple[int, ...] = ()
     is_pair: bool = False  # what stands before the border must have the ids it has alone, wherever they are cut
     plain: bool = False  # not rendered by a template: BOS is the tokenizer's to add, EOS ours
+    weights: tuple[float, ...] | None = None  # of each span; 1 where None
+    weight: float = 1.0  # of the row: multiplies all others
 
     @property
     def is_whole(self) -> bool:
-        return not self.borders and self.spans == [(0, len(self.text))]
+        return not self.borders and self.weights is None and self.spans == [(0, len(self.text))]
 
 
 class Encoder:
@@ -36,6 +38,10 @@ class Encoder:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.eos = tokenizer.eos_token_id
+        self._special = np.asarray(
+            sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}), dtype=np.int64
+        )
+        self._headers: dict[str, np.ndarray] = {}
         bare = tokenizer("a", add_special_tokens=False)["input_ids"]
         full = tokenizer("a")["input_ids"]
         # What follows the text (an EOS, on some tokenizers) is left out: `encode` adds exactly one itself.
@@ -58,7 +64,8 @@ class Encoder:
                 ids, weights = self._weigh(draft, ids, _pairs(out["offset_mapping"][index]), prompts.get(index))
             else:
                 ids, weights = self._pieces(draft)
-            rows.append(self._close(ids, weights) if draft.plain else (ids, weights))
+            ids, weights = self._close(ids, weights) if draft.plain else (ids, weights)
+            rows.append((ids, weights if draft.weight == 1.0 else weights * np.float32(draft.weight)))
         return rows
 
     def _prompts(self, drafts: Sequence[Draft]) -> dict[int, np.ndarray]:
@@ -94,7 +101,7 @@ class Encoder:
         starts = _token_starts(offsets)
         for border in draft.borders:
             across = (starts < border) & (border < offsets[:, 1])
-            if prompt is None and not across.any():
+            if prompt is None and not across.any() and self._reads_alike(draft.text, border, ids, starts):
                 continue
             before = self._ids(draft.text[:border]) if prompt is None else prompt
             if not np.array_equal(ids[: len(before)], before):
@@ -107,7 +114,20 @@ class Encoder:
             elif across.any() and len(before) < len(starts):
                 # Offsets leave spaces out, so the token only seemed to lie across the border.
                 starts[len(before)] = max(starts[len(before)], border)
-        return ids, _inside(starts, draft.spans)
+        return ids, _inside(starts, draft)
+
+    def _reads_alike(self, text: str, border: int, ids: np.ndarray, starts: np.ndarray) -> bool:
+        """Whether the text up to a border has the ids it has alone. What stands before its last special token has, so
+        the rest is compared: a header such as "assistant\n", which many rows share."""
+        until = int(np.searchsorted(starts, border))
+        special = np.flatnonzero(np.isin(ids[:until], self._special))
+        first = int(special[-1]) if len(special) else 0
+        header = text[int(starts[first]) : border] if len(special) else text[:border]
+        if header not in self._headers:
+            if len(self._headers) > 1024:
+                self._headers.clear()
+            self._headers[header] = self._ids(header)
+        return np.array_equal(ids[first:until], self._headers[header])
 
     def _pieces(self, draft: Draft, anchor: str = "") -> tuple[np.ndarray, np.ndarray]:
         """Tokenize the parts between borders on their own, as inference does.
@@ -130,7 +150,7 @@ class Encoder:
             else:
                 ids.append(self._ids(part))
                 starts = np.full(len(ids[-1]), start)
-            weights.append(_inside(starts, draft.spans))
+            weights.append(_inside(starts, draft))
         return np.concatenate(ids), np.concatenate(weights)
 
 
@@ -147,10 +167,12 @@ def _token_starts(offsets: np.ndarray) -> np.ndarray:
     return np.minimum(offsets[:, 0], np.concatenate([[0], ends[:-1]]) if len(ends) else ends)
 
 
-def _inside(starts: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
-    """1.0 for each token that starts inside a span.
-
-    Borders of the spans lie flat and in order, so a token is inside when an odd number of them is at or before it.
-    """
-    borders = np.asarray([place for span in spans for place in span], dtype=np.int64)
-    return (np.searchsorted(borders, starts, side="right") % 2).astype(np.float32)
+def _inside(starts: np.ndarray, draft: Draft) -> np.ndarray:
+    """The weight of each token: that of the span it starts in, 0 outside. Spans are in order and do not overlap."""
+    if not draft.spans:
+        return np.zeros(len(starts), dtype=np.float32)
+    spans = np.asarray(draft.spans, dtype=np.int64)
+    at = np.searchsorted(spans[:, 0], starts, side="right") - 1
+    inside = (at >= 0) & (starts < spans[at, 1])
+    weights = np.ones(len(spans)) if draft.weights is None else np.asarray(draft.weights)
+    return np.where(inside, weights[at], 0.0).astype(np.float32)

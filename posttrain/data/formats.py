@@ -1,33 +1,61 @@
-"""Dataset types: which columns make one, how it is recognised, and the conversions between ways of writing it.
+"""Dataset types: which columns make one, how it is recognised, and what a row of it must hold.
 
-A type is recognised by its columns, the most specific first; other columns are ignored.
+`TYPES` is the one table. A type is recognised by the columns that hold something, the first that fits; other columns
+are kept. Every type is standard (text) or conversational (lists of messages), but for token ids. The rows of one set
+are of one type. `detect` names, for supervised fine-tuning, what a row is trained on.
 
-    type                columns
-    tokenized           input_ids                (optional: labels, attention_mask, completion_mask, assistant_masks)
-    messages            messages, or conversations with from/value pairs (optional: tools, chat_template_kwargs)
-    prompt_completion   prompt, completion       (both text or both messages)
-    text                the column named by `dataset_text_field`
+Chats are written with `role` and `content`, or with `from` and `value`. Beside any of them: `tools` (a list or its JSON
+text) and `chat_template_kwargs` (a mapping).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from posttrain.errors import DataError, suggest
 
+TypeName = Literal[
+    "tokenized",
+    "stepwise_supervision",
+    "unpaired_preference",
+    "preference",
+    "implicit_preference",
+    "prompt_completion",
+    "language_modeling",
+    "prompt_only",
+]
+TYPES: dict[TypeName, tuple[str, ...]] = {
+    "tokenized": ("input_ids",),
+    "stepwise_supervision": ("prompt", "completions", "labels"),
+    "unpaired_preference": ("prompt", "completion", "label"),
+    "preference": ("prompt", "chosen", "rejected"),
+    "implicit_preference": ("chosen", "rejected"),
+    "prompt_completion": ("prompt", "completion"),
+    "language_modeling": ("messages",),  # or ("text",)
+    "prompt_only": ("prompt",),
+}
+
 DatasetType = Literal["tokenized", "messages", "prompt_completion", "text"]
 
 COLUMNS: dict[DatasetType, frozenset[str]] = {
-    "tokenized": frozenset({"input_ids"}),
-    "messages": frozenset({"messages"}),
-    "prompt_completion": frozenset({"prompt", "completion"}),
+    "tokenized": frozenset(TYPES["tokenized"]),
+    "messages": frozenset(TYPES["language_modeling"]),
+    "prompt_completion": frozenset(TYPES["prompt_completion"]),
     "text": frozenset({"text"}),
 }
 IMAGE_COLUMNS = ("images", "image", "pixel_values")
 CHAT_COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages")
 # Names of the speakers in ShareGPT files; templates know only the names on the right.
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+# Roles that templates of the model families in use know.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "environment")
+OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant", "model": "assistant"}
+# What may stand in the place of content.
+INSTEAD = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 
 
 def detect(columns: Iterable[str], example: Mapping[str, Any], text_field: str = "text") -> DatasetType:
@@ -128,66 +156,189 @@ def _to_chatml(message: Mapping[str, Any]) -> dict[str, Any]:
     return renamed
 
 
-# Preference pairs
+# What a row is, and whether it is whole
 
 
-def extract_prompt(example: Mapping[str, Any]) -> dict[str, Any]:
-    """Split off what `chosen` and `rejected` begin with in common: of chats whole messages, of text characters.
+@dataclass(frozen=True)
+class Format:
+    """What a row is. e.g. Format("preference", conversational=True)"""
 
-    The space before a text completion belongs to the completion. A chat keeps at least one message on each side.
-    e.g. {"chosen": "The sky is blue.", "rejected": "The sky is green."}
-      -> {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."}
-    Raises `DataError` when the two are not of one kind.
+    type: TypeName
+    conversational: bool
+
+    def __str__(self) -> str:
+        return f"{'conversational' if self.conversational else 'standard'} {self.type}"
+
+
+def format_of(row: Mapping[str, Any], text_field: str = "text") -> Format | None:
+    """The format of one row, from the columns that hold something; None when no type fits.
+
+    e.g. {"prompt": "a", "completion": "b", "label": None} -> Format("prompt_completion", conversational=False)
     """
-    chosen, rejected = example["chosen"], example["rejected"]
-    if isinstance(chosen, str) != isinstance(rejected, str):
-        raise DataError("One of 'chosen' and 'rejected' is text and the other a chat; write both alike.")
-    is_text = isinstance(chosen, str)
-    limit = min(len(chosen), len(rejected)) - (not is_text)
-    end = next((i for i in range(limit) if chosen[i] != rejected[i]), max(limit, 0))
-    if is_text:
-        end = len(chosen[:end].rstrip(" "))
-    return {"prompt": chosen[:end], "chosen": chosen[end:], "rejected": rejected[end:]}
+    held = {name for name, value in row.items() if value is not None}
+    if "conversations" in held:
+        held.add("messages")
+    for kind, required in TYPES.items():
+        if kind == "prompt_only" and text_field in held and text_field != "prompt":
+            break
+        if held.issuperset(required):
+            return Format(kind, kind == "language_modeling" or any(_is_chat(row.get(name)) for name in required))
+    return Format("language_modeling", False) if text_field in held else None
 
 
-def maybe_extract_prompt(example: Mapping[str, Any]) -> dict[str, Any]:
-    """As `extract_prompt` for a pair whose prompt is inside its answers; any other row is returned as it is.
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], Mapping)
 
-    A text `prompt` beside answers that are whole chats repeats what they hold, so it is replaced.
+
+def validate_row(row: Mapping[str, Any], text_field: str = "text") -> Format:
+    """Return the format of a row, or raise `DataError` naming the column, the value seen and the fix."""
+    found = format_of(row, text_field)
+    if found is None:
+        columns = [name for name, value in row.items() if value is not None]
+        raise DataError(_no_type_fits(columns, {**COLUMNS, "text": frozenset({text_field})}, text_field))
+    _check(row, found, text_field)
+    return found
+
+
+def _check(row: Mapping[str, Any], found: Format, text_field: str) -> None:
+    refuse_images(row)
+    chat = maybe_convert_to_chatml(row)
+    if found.type == "language_modeling" and found.conversational:
+        check_chat(chat.get("messages"), "messages")
+    elif found.type == "language_modeling":
+        _text(chat, text_field)
+    elif found.type == "stepwise_supervision":
+        _one_kind(chat, ("prompt",))
+        _steps(chat)
+    elif found.type != "tokenized":
+        _one_kind(chat, [name for name in TYPES[found.type] if name != "label"])
+        if found.type == "unpaired_preference" and chat["label"] not in (True, False):
+            raise DataError(f"column 'label' is {_shown(chat['label'])}; write true or false.")
+    _tools(row.get("tools"))
+    _kwargs(row.get("chat_template_kwargs"))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _one_kind(row: Mapping[str, Any], columns: Sequence[str]) -> None:
+    chats = [name for name in columns if not isinstance(row.get(name), str)]
+    texts = [name for name in columns if isinstance(row.get(name), str)]
+    for name in chats:
+        check_chat(row.get(name), name)
+    if chats and texts and not _repeats_its_prompt(row, chats, texts):
+        raise DataError(f"column {texts[0]!r} is text and {chats[0]!r} a chat; write both alike.")
+
+
+def _repeats_its_prompt(row: Mapping[str, Any], chats: Sequence[str], texts: Sequence[str]) -> bool:
+    """A text prompt beside answers that are whole chats, which hold it again (`maybe_extract_prompt`)."""
+    whole = list(texts) == ["prompt"] and list(chats) == ["chosen", "rejected"]
+    return whole and row["chosen"][0].get("role") != "assistant"
+
+
+def _text(row: Mapping[str, Any], column: str) -> None:
+    if not isinstance(row.get(column), str):
+        raise DataError(f"column {column!r} is {_shown(row.get(column))}; write text.")
+
+
+def _steps(row: Mapping[str, Any]) -> None:
+    steps, labels = row["completions"], row["labels"]
+    if not isinstance(steps, (list, tuple)) or not steps or not all(isinstance(step, str) for step in steps):
+        raise DataError(f"column 'completions' is {_shown(steps)}; write a list of texts, one a step.")
+    if not isinstance(labels, (list, tuple)) or any(label not in (True, False) for label in labels):
+        raise DataError(f"column 'labels' is {_shown(labels)}; write a list of true and false, one a step.")
+    if len(steps) != len(labels):
+        raise DataError(f"column 'completions' has {len(steps)} steps and 'labels' {len(labels)}; write one a step.")
+
+
+def check_chat(messages: Any, column: str) -> None:
+    """Raise `DataError` naming the column, the message and the fix when this is no chat."""
+    if not isinstance(messages, (list, tuple)):
+        raise DataError(f"column {column!r} is {_shown(messages)}; write text or a list of messages.")
+    if not messages:
+        raise DataError(f"column {column!r} is an empty list; a chat needs at least one message. Remove the row.")
+    for index, message in enumerate(messages):
+        where = f"column {column!r}, message {index}"
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise DataError(f"{where} is {_shown(message)}; write a mapping with 'role' and 'content'.")
+        _role(message["role"], where)
+        content = message.get("content")
+        if content is None and not any(message.get(name) for name in INSTEAD):
+            raise DataError(f"{where} ({message['role']}) has no content; write text, even if empty, or remove it.")
+        if content is not None and not isinstance(content, (str, list, Mapping)):
+            raise DataError(f"{where}: content is {_shown(content)}; write text.")
+
+
+def _role(role: str, where: str) -> None:
+    """Roles of one's own are left to the template; a known one misspelt would be trained on, or not, in silence."""
+    if role in ROLES:
+        return
+    near = role.strip().lower()
+    hint = suggest(near, ROLES) or (f" Did you mean {OTHER_NAMES[near]!r}?" if near in OTHER_NAMES else "")
+    if hint or not near:
+        raise DataError(f"{where} has the unknown role {role!r}; known are {', '.join(ROLES)}.{hint}")
+
+
+def _tools(tools: Any) -> None:
+    value = tools
+    if isinstance(tools, str):
+        try:
+            value = json.loads(tools) if tools.strip() else None
+        except ValueError as error:
+            raise DataError(
+                f"column 'tools' is {_shown(tools)}, not valid JSON ({error}); write a list of tool schemas."
+            ) from error
+    if value is not None and not isinstance(value, (list, tuple)):
+        raise DataError(f"column 'tools' is {_shown(tools)}; write a list of tool schemas, or its JSON text.")
+
+
+def _kwargs(kwargs: Any) -> None:
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise DataError(f"column 'chat_template_kwargs' is {_shown(kwargs)}; write a mapping.")
+
+
+class FormatChecker:
+    """Looks at rows as they pass, and holds them to the format of the first."""
+
+    def __init__(self, text_field: str = "text", strict: bool = True) -> None:
+        self.text_field, self.strict = text_field, strict
+        self.first: tuple[Format | None, str] | None = None
+
+    def see(self, row: Mapping[str, Any], name: Callable[[], str]) -> None:
+        """Raise `DataError` for a row that is not whole, or of another format than the first; `name` says where it is.
+
+        Without `strict`, rows of no known type pass, as long as all are.
+        """
+        found = format_of(row, self.text_field)
+        if self.first is None:
+            self.first = found, name()
+        if found != self.first[0] and not (found and self.first[0] and _is_emptied(row, found, self.first[0])):
+            seen, before = (str(f) if f else "of no known type" for f in (found, self.first[0]))
+            columns = sorted(name for name, value in row.items() if value is not None)
+            raise DataError(
+                f"{name()} is {seen} (columns {columns}) and {self.first[1]} is {before}; the rows of one source are "
+                "of one type: keep them in separate files, or write them alike."
+            )
+        if found or self.strict:
+            try:
+                validate_row(row, self.text_field) if found is None else _check(row, found, self.text_field)
+            except DataError as error:
+                raise DataError(f"{name()}: {error}") from error
+
+
+def _is_emptied(row: Mapping[str, Any], found: Format, first: Format) -> bool:
+    """Of the type of the first, with an empty list in the place of messages: that is an error of its own."""
+    return found.type == first.type and any(row.get(name) == [] for name in TYPES[found.type])
+
+
+def validate(rows: Iterable[Mapping[str, Any]], name: str = "train", text_field: str = "text") -> Format | None:
+    """Check every row and return their format; None without rows.
+
+    Raises `DataError` naming the row (from 0), the column, the value and the fix; for rows of different formats, both.
     """
-    if "chosen" not in example or "rejected" not in example:
-        return dict(example)
-    if "prompt" in example:
-        prompt, chosen = (is_conversational({"prompt": example[name]}) for name in ("prompt", "chosen"))
-        if prompt == chosen:
-            return dict(example)
-    return extract_prompt(example)
-
-
-def unpair_preference_dataset(dataset: Any, **map_kwargs: Any) -> Any:
-    """A pair becomes two rows: `chosen` with label true, `rejected` with label false, in a column `completion`.
-
-    Other columns are kept on both. Within a batch of the map all chosen rows come first. `dataset` is a `Dataset`, a
-    `DatasetDict` or a stream of either kind; `map_kwargs` go to its `map`.
-    e.g. {"prompt": "a", "chosen": "b", "rejected": "c"} -> {"prompt": "a", "completion": "b", "label": True}, …
-    """
-    return dataset.map(_unpair, batched=True, remove_columns=["chosen", "rejected"], **map_kwargs)
-
-
-def _unpair(rows: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    count = len(rows["chosen"])
-    kept = {name: [*values, *values] for name, values in rows.items() if name not in ("chosen", "rejected")}
-    labels = [True] * count + [False] * count
-    return {**kept, "completion": [*rows["chosen"], *rows["rejected"]], "label": labels}
-
-
-def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, desc: str | None = None) -> Any:
-    """As `unpair_preference_dataset` for a data set that holds pairs; any other is returned as it is."""
-    columns = dataset.column_names
-    if isinstance(columns, Mapping):  # of a DatasetDict, by split
-        columns = next(iter(columns.values()), [])
-    if columns is None:  # of a stream, known from its first row
-        columns = list(next(iter(dataset)))
-    if not {"chosen", "rejected"} <= set(columns):
-        return dataset
-    return unpair_preference_dataset(dataset, num_proc=num_proc, desc=desc)
+    checker = FormatChecker(text_field)
+    for index, row in enumerate(rows):
+        checker.see(row, partial("Row {} of the {} set".format, index, name))
+    return checker.first[0] if checker.first else None

@@ -10,9 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from posttrain.data.filling import full_bins
+from posttrain.data.overflow import pieces_of
 from posttrain.errors import ConfigError, DataError, suggest
 
 logger = logging.getLogger(__name__)
+
+GOOD = 0.998  # of the fewest bins that could hold the tokens: nothing better is looked for
 
 
 class Piece(NamedTuple):
@@ -26,12 +30,17 @@ class Piece(NamedTuple):
     end: int
 
 
-def plan_bins(lengths: Sequence[int], capacity: int, strategy: str = "bfd") -> list[list[Piece]]:
+def plan_bins(lengths: Sequence[int], capacity: int, strategy: str = "bfd", carry: int = 1) -> list[list[Piece]]:
     """Lay rows of the given lengths in bins of `capacity` tokens. The plan depends on its arguments only.
 
-    bfd        best fit decreasing: whole rows, the longest first, each in the fullest bin that still takes it
+    bfd        best fit decreasing: whole rows, the longest first, each in the fullest bin that still takes it; where
+               that leaves gaps, bins that are full are made first
     bfd_split  the same, after rows longer than a bin were cut in pieces of `capacity`
-    wrapped    rows in their order, cut at the borders: every bin but the last is full
+    wrapped    rows in their order, cut at the borders: every bin but the last is full, but for `carry` tokens
+
+    Where a row is cut, the next piece begins with the last `carry` tokens of the one before, as context. The first
+    token of a piece is no target, so with 1 every target is trained exactly once; with 0 every token is laid exactly
+    once, and the first target of each later piece is lost. A bin of one token carries nothing.
 
     e.g. plan_bins([4, 4, 1], 5) -> [[Piece(0, 0, 4), Piece(2, 0, 1)], [Piece(1, 0, 4)]] up to the choice of bin
     Rows without tokens are in no bin. Raises `ConfigError` for an unknown strategy or capacity, and `DataError` for a
@@ -48,7 +57,7 @@ def plan_bins(lengths: Sequence[int], capacity: int, strategy: str = "bfd") -> l
     collecting = gc.isenabled()
     gc.disable()
     try:
-        return STRATEGIES[strategy](lengths, capacity)
+        return STRATEGIES[strategy](lengths, capacity, carry)
     finally:
         if collecting:
             gc.enable()
@@ -59,23 +68,19 @@ def has_targets(weights: Sequence[float], piece: Piece) -> bool:
     return any(weights[piece.start + 1 : piece.end])
 
 
-def drop_untrained(bins: list[list[Piece]], weights: Sequence[Sequence[float]]) -> tuple[list[list[Piece]], int, int]:
-    """Take out the pieces that train nothing, and the bins that held only such.
-
-    Returns the bins, how many pieces were dropped, and how many targets stand first in a piece that goes on from
-    another: they lost the tokens before them.
-    """
-    kept, dropped, beheaded = [], 0, 0
+def drop_untrained(bins: list[list[Piece]], weights: Sequence[Sequence[float]]) -> tuple[list[list[Piece]], int]:
+    """Take out the pieces that train nothing, and the bins that held only such. Returns the bins, and how many pieces
+    were dropped."""
+    kept, dropped = [], 0
     for pieces in bins:
         trained = [piece for piece in pieces if has_targets(weights[piece.row], piece)]
         dropped += len(pieces) - len(trained)
-        beheaded += sum(bool(piece.start and weights[piece.row][piece.start]) for piece in pieces)
         if trained:
             kept.append(trained)
-    return kept, dropped, beheaded
+    return kept, dropped
 
 
-def _best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[Piece]]:
+def _best_fit_decreasing(lengths: Sequence[int], capacity: int, carry: int) -> list[list[Piece]]:
     sizes = np.asarray(lengths, dtype=np.int64)
     if sizes.size and int(sizes.max()) > capacity:
         row = int(sizes.argmax())
@@ -86,16 +91,29 @@ def _best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[Pie
     return _fit([Piece(row, 0, size) for row, size in enumerate(sizes.tolist())], sizes, capacity)
 
 
-def _split_and_fit(lengths: Sequence[int], capacity: int) -> list[list[Piece]]:
+def _split_and_fit(lengths: Sequence[int], capacity: int, carry: int) -> list[list[Piece]]:
     pieces = [
-        Piece(row, start, min(start + capacity, length))
+        Piece(row, start, end)
         for row, length in enumerate(lengths)
-        for start in range(0, length, capacity)
+        for start, end in (((0, length),) if length <= capacity else pieces_of(length, capacity, carry))
     ]
     return _fit(pieces, np.asarray([p.end - p.start for p in pieces], dtype=np.int64), capacity)
 
 
 def _fit(pieces: Sequence[Piece], sizes: np.ndarray, capacity: int) -> list[list[Piece]]:
+    """Best fit decreasing; where that leaves gaps, bins that are full first, if there are fewer bins then."""
+    bins = _fit_decreasing(pieces, sizes, capacity)
+    fewest = -(-int(sizes.sum()) // capacity)
+    if fewest >= GOOD * len(bins):
+        return bins
+    full, rest = full_bins(sizes, capacity)
+    others = _fit_decreasing([pieces[at] for at in rest], sizes[rest], capacity)
+    if len(full) + len(others) >= len(bins):
+        return bins
+    return [[pieces[at] for at in places] for places in full] + others
+
+
+def _fit_decreasing(pieces: Sequence[Piece], sizes: np.ndarray, capacity: int) -> list[list[Piece]]:
     """Best fit decreasing. `spaces` lists the distinct free spaces in order and `open_bins` the bins having each: at
     most `capacity` entries, so a search is a bisection however many bins there are."""
     bins: list[list[Piece]] = []
@@ -126,23 +144,25 @@ def _fit(pieces: Sequence[Piece], sizes: np.ndarray, capacity: int) -> list[list
     return bins
 
 
-def _wrap(lengths: Sequence[int], capacity: int) -> list[list[Piece]]:
+def _wrap(lengths: Sequence[int], capacity: int, carry: int) -> list[list[Piece]]:
+    carry = carry if capacity > carry else 0
     bins: list[list[Piece]] = []
     free = 0
     for row, length in enumerate(lengths):
-        start = 0
-        while start < length:
-            if free == 0:
+        start = end = 0
+        while end < length:
+            # A piece of the carried tokens alone would train nothing.
+            if free < min(carry + 1, length - start):
                 bins.append([])
                 free = capacity
             end = min(length, start + free)
             bins[-1].append(Piece(row, start, end))
             free -= end - start
-            start = end
+            start = end - carry
     return bins
 
 
-STRATEGIES: dict[str, Callable[[Sequence[int], int], list[list[Piece]]]] = {
+STRATEGIES: dict[str, Callable[[Sequence[int], int, int], list[list[Piece]]]] = {
     "bfd": _best_fit_decreasing,
     "bfd_split": _split_and_fit,
     "wrapped": _wrap,
@@ -153,7 +173,8 @@ def pack_dataset(dataset: Any, seq_length: int, strategy: str = "bfd", map_kwarg
     """Return a data set whose rows are bins of at most `seq_length` tokens.
 
     Every list column as long as `input_ids` is concatenated; other columns are dropped. `seq_lengths` holds the length
-    of each piece of a bin. Under `bfd`, rows longer than a bin are cut and the tokens lost are logged. A `Dataset` is
+    of each piece of a bin. Every token is laid once: unlike in training, a row that is cut carries no context. Under
+    `bfd`, rows longer than a bin are cut and the tokens lost are logged. A `Dataset` is
     packed as a whole; a stream is packed by windows of `map_kwargs["batch_size"]` rows (1000).
 
     e.g. input_ids [[1, 2, 3], [4, 5], [6]], seq_length 4 -> [[1, 2, 3, 6], [4, 5]], seq_lengths [[3, 1], [2]]
@@ -197,7 +218,7 @@ def _pack(columns: dict[str, Any], seq_length: int, strategy: str) -> dict[str, 
                 "Packing dropped %d tokens from %d rows longer than %d tokens.", sum(over), len(over), seq_length
             )
         lengths = [min(length, seq_length) for length in lengths]
-    bins = plan_bins(lengths, seq_length, strategy)
+    bins = plan_bins(lengths, seq_length, strategy, carry=0)
     out: dict[str, list[Any]] = {
         name: [np.concatenate([np.asarray(rows[p.row])[p.start : p.end] for p in pieces]) for pieces in bins]
         for name, rows in kept.items()

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from posttrain.data.chat import chat_spans, check_messages, completion_spans, template_of
+from posttrain.data.chat import check_messages, template_of
+from posttrain.data.drafts import chat_draft, pair_draft, row_weight, token_weights
 from posttrain.data.encode import Draft, Encoder
 from posttrain.data.formats import DatasetType, detect, is_conversational, maybe_convert_to_chatml, refuse_images
+from posttrain.data.overflow import CONTINUED, KEPT, Limit, Overflow, PreparationReport
 from posttrain.errors import ConfigError, DataError, EmptyDataError
 
 # Rows a stream is read ahead by: enough to tokenize together, few enough to start at once.
 STREAM_BATCH = 32
-KEPT, FILLED, MASKED = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -26,57 +27,24 @@ class SFTRowOptions:
     text_field: str = "text"
     max_length: int | None = 1024
     truncation_mode: str = "keep_start"
+    overflow: Overflow = "truncate"
     completion_only_loss: bool | None = None
     assistant_only_loss: bool = False
-    keep_long: bool = False  # leave rows longer than max_length to packing (bfd_split, wrapped)
+    keep_long: bool = False  # leave rows longer than max_length to packing (wrapped)
     formatting_func: Callable[[dict[str, Any]], Any] | None = None  # row -> text or messages
 
-
-@dataclass
-class PreparationReport:
-    """What happened to the rows. Nothing is dropped or cut that is not counted here. Filled as rows flow when the data
-    is streamed."""
-
-    name: str = "train"
-    rows_in: int = 0
-    rows_kept: int = 0
-    rows_without_targets: int = 0
-    rows_filled: int = 0  # of those without targets, the ones whose targets `max_length` cut away
-    rows_cut: int = 0
-    tokens_cut: int = 0
-    tokens: int = 0
-    targets: int = 0
-
-    def summary(self) -> str:
-        """One line. e.g. "train: 7 of 10 rows, 120 tokens, 60 targets; 3 rows without targets dropped" """
-        parts = [f"{self.name}: {self.rows_kept} of {self.rows_in} rows, {self.tokens} tokens, {self.targets} targets"]
-        if self.rows_without_targets:
-            parts.append(f"{_count(self.rows_without_targets, 'row')} without targets dropped")
-        if self.rows_cut:
-            parts.append(f"{_count(self.tokens_cut, 'token')} cut from {_count(self.rows_cut, 'row')}")
-        return "; ".join(parts)
-
-    def add(self, states: Any, cut: Any, tokens: Any, targets: Any) -> None:
-        """Count rows: their state, and for each the tokens cut, kept and trained."""
-        state = np.asarray(states)
-        kept = state == KEPT
-        lost = np.asarray(cut)[kept] if len(state) else np.zeros(0, int)
-        self.rows_in += len(state)
-        self.rows_kept += int(kept.sum())
-        self.rows_without_targets += int((~kept).sum())
-        self.rows_filled += int((state == FILLED).sum())
-        self.rows_cut += int((lost > 0).sum())
-        self.tokens_cut += int(lost.sum())
-        self.tokens += int(np.asarray(tokens)[kept].sum()) if len(state) else 0
-        self.targets += int(np.asarray(targets)[kept].sum()) if len(state) else 0
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    @property
+    def limit(self) -> Limit:
+        return Limit(None if self.keep_long else self.max_length, self.overflow, self.truncation_mode)
 
 
 def prepare_sft(
-    dataset: Any, tokenizer: Any, options: SFTRowOptions, num_proc: int | None = None, name: str = "train"
+    dataset: Any,
+    tokenizer: Any,
+    options: SFTRowOptions,
+    num_proc: int | None = None,
+    name: str = "train",
+    allow_empty: bool = False,
 ) -> tuple[Any, PreparationReport]:
     """Return a data set with the columns `input_ids` (int32), `weights` (float32) and `source` (the row it came from),
     and the report.
@@ -86,7 +54,7 @@ def prepare_sft(
 
     e.g. {"prompt": "2+2=", "completion": "4"} -> the ids of "2+2=4<eos>" with weights 0, 0, 0, 0, 1, 1
     Raises `DataError` naming row, column and fix, `ConfigError` for an option that does not fit the rows, and
-    `EmptyDataError` when no row is left to train.
+    `EmptyDataError` when no row is left to train, unless `allow_empty`.
     """
     from datasets import IterableDataset
 
@@ -116,14 +84,31 @@ def prepare_sft(
         # Selected again: a later row may bring columns the first one did not have.
         return prepared.select_columns(["input_ids", "weights", "source"]), report
     prepared = dataset.map(prepare, num_proc=num_proc, desc=f"Preparing the {name} set", **arguments)
-    states, cut, tokens, targets = (np.asarray(prepared.data.column(c)) for c in ("state", "cut", "tokens", "targets"))
-    report.add(states, cut, tokens, targets)
-    if not report.rows_kept:
-        raise EmptyDataError(_why_empty(report, options))
-    if report.rows_without_targets:
+    counted = [np.asarray(prepared.data.column(c)) for c in ("state", "cut", "tokens", "targets", "source")]
+    report.add(*counted)
+    if not report.rows_kept and not allow_empty:
+        raise EmptyDataError(report.why_empty(options.max_length))
+    laid = np.isin(counted[0], (KEPT, CONTINUED))
+    if not laid.all():
         # Flattened: rows behind an indices table are read one by one, which is slow in every epoch.
-        prepared = prepared.select(np.flatnonzero(states == KEPT)).flatten_indices()
+        prepared = prepared.select(np.flatnonzero(laid)).flatten_indices()
     return prepared.select_columns(["input_ids", "weights", "source"]), report
+
+
+def whole_rows(
+    dataset: Any, indices: Sequence[int], tokenizer: Any, options: SFTRowOptions, name: str = "train"
+) -> tuple[DatasetType, list[tuple[np.ndarray, np.ndarray]]]:
+    """The type of a data set in memory, and token ids and weights of some of its rows as they are before `max_length`.
+
+    Raises `DataError` as `prepare_sft` does.
+    """
+    columns = list(dataset.column_names)
+    first = dict(dataset[0])
+    kind = _kind(first, columns, options, name)
+    _check_options(kind, first, options)
+    if not indices:
+        return kind, []
+    return kind, _Preparer(tokenizer, options, kind, name, None).encode(dataset[list(indices)], indices)
 
 
 def in_memory(rows: list[dict[str, Any]], name: str) -> Any:
@@ -191,16 +176,6 @@ def _check_options(kind: DatasetType, first: dict[str, Any], options: SFTRowOpti
         )
 
 
-def _why_empty(report: PreparationReport, options: SFTRowOptions) -> str:
-    filled, masked = report.rows_filled, report.rows_without_targets - report.rows_filled
-    reasons = []
-    if filled:
-        reasons.append(f"in {filled} the prompt fills `max_length`={options.max_length}; raise it")
-    if masked:
-        reasons.append(f"in {masked} every token is masked or the row is shorter than two tokens; check the rows")
-    return f"The {report.name} set: all {report.rows_in} rows have nothing to train: {', '.join(reasons)}."
-
-
 class _Preparer:
     """A batch of rows → a batch of token ids. Final; a class so that it can be sent to other processes."""
 
@@ -214,32 +189,52 @@ class _Preparer:
         self.report = report
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
-        rows = [{column: values[at] for column, values in batch.items()} for at in range(len(indices))]
-        if self.kind == "tokenized":
-            pairs = [
-                at_row(index, self.name, _tokenized, row, self.options)
-                for index, row in zip(indices, rows, strict=True)
-            ]
-        else:
-            pairs = self.encoder.encode(
-                [at_row(index, self.name, self._draft, row) for index, row in zip(indices, rows, strict=True)]
-            )
-        finished = [_finish(ids, weights, self.options) for ids, weights in pairs]
-        states = [state for _, _, state, _ in finished]
-        cut = [lost for *_, lost in finished]
-        tokens = [len(ids) for ids, *_ in finished]
-        targets = [int(np.count_nonzero(weights)) for _, weights, *_ in finished]
-        out = {
-            "input_ids": [ids for ids, *_ in finished],
-            "weights": [weights for _, weights, *_ in finished],
-            "source": list(indices),
+        whole = self.encode(batch, indices)
+        limit = self.options.limit
+        made = [
+            (index, piece)
+            for index, (ids, weights) in zip(indices, whole, strict=True)
+            for piece in self._at(index, limit.apply, ids, weights)
+        ]
+        states = [state for _, (_, _, state, _) in made]
+        out: dict[str, list[Any]] = {
+            "input_ids": [ids for _, (ids, *_) in made],
+            "weights": [weights for _, (_, weights, *_) in made],
+            "source": [index for index, _ in made],
+        }
+        counts: dict[str, list[Any]] = {
+            "state": states,
+            "cut": [cut for _, (*_, cut) in made],
+            "tokens": [len(ids) for ids in out["input_ids"]],
+            "targets": [int(np.count_nonzero(weights)) for weights in out["weights"]],
         }
         if self.report is None:
-            return {**out, "state": states, "cut": cut, "tokens": tokens, "targets": targets}
-        self.report.add(states, cut, tokens, targets)
+            return out | counts
+        self.report.add(states, counts["cut"], counts["tokens"], counts["targets"], out["source"])
         # A stream hands on what it is given, and rows are lists everywhere else.
         out |= {name: [values.tolist() for values in out[name]] for name in ("input_ids", "weights")}
-        return {name: [v for v, s in zip(values, states, strict=True) if s == KEPT] for name, values in out.items()}
+        return {
+            name: [v for v, s in zip(values, states, strict=True) if s in (KEPT, CONTINUED)]
+            for name, values in out.items()
+        }
+
+    def encode(self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The whole rows, before `max_length`: token ids and weights of each."""
+        rows = [{column: values[at] for column, values in batch.items()} for at in range(len(indices))]
+        if self.kind == "tokenized":
+            return [self._at(index, _tokenized, row, self.options) for index, row in zip(indices, rows, strict=True)]
+        return self.encoder.encode(
+            [self._at(index, self._weighed, row) for index, row in zip(indices, rows, strict=True)]
+        )
+
+    def _at(self, index: int, fn: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return fn(*arguments)
+        except DataError as error:
+            raise DataError(f"Row {index} of the {self.name} set: {error}") from error
+
+    def _weighed(self, row: dict[str, Any]) -> Draft:
+        return replace(self._draft(row), weight=row_weight(row))
 
     def _draft(self, row: dict[str, Any]) -> Draft:
         if self.options.formatting_func is not None:
@@ -253,46 +248,24 @@ class _Preparer:
             return Draft(text, [(0, len(text))], plain=True)
         if self.kind == "messages":
             return self._chat(row)
-        return completion_draft(
-            self.encoder, row, self.options.completion_only_loss is not False, self.options.assistant_only_loss
-        )
+        if is_conversational(row):
+            return self._chat_pair(row)
+        prompt, completion = _text(row, "prompt"), _text(row, "completion")
+        start = 0 if self.options.completion_only_loss is False else len(prompt)
+        whole = prompt + completion
+        return Draft(whole, [(start, len(whole))], (len(prompt),) if prompt else (), is_pair=True, plain=True)
 
     def _chat(self, row: dict[str, Any]) -> Draft:
         template = template_of(self.encoder.tokenizer, row)
-        messages = check_messages(row.get("messages"), "messages")
-        if not self.options.assistant_only_loss:
-            text = template.render(messages)
-            return Draft(text, [(0, len(text))])
-        text, spans = chat_spans(template, messages)
-        return Draft(text, spans, tuple(start for start, _ in spans if start))
+        messages = check_messages(row.get("messages"), "messages", template)
+        return chat_draft(template, messages, self.options.assistant_only_loss)
 
-
-def at_row(index: int, name: str, fn: Callable[..., Any], *arguments: Any) -> Any:
-    """`fn(*arguments)`, whose `DataError` then says which row it is about."""
-    try:
-        return fn(*arguments)
-    except DataError as error:
-        raise DataError(f"Row {index} of the {name} set: {error}") from error
-
-
-def completion_draft(
-    encoder: Encoder, row: Mapping[str, Any], completion_only: bool = True, assistant_only: bool = False
-) -> Draft:
-    """`prompt` and `completion`, both text or both messages, as a text of which the completion is trained."""
-    if not is_conversational(row):
-        prompt, completion = _text(row, "prompt"), _text(row, "completion")
-        whole = prompt + completion
-        start = len(prompt) if completion_only else 0
-        return Draft(whole, [(start, len(whole))], (len(prompt),) if prompt else (), is_pair=True, plain=True)
-    template = template_of(encoder.tokenizer, row)
-    messages, answer = (check_messages(row.get(name), name) for name in ("prompt", "completion"))
-    text, (border, end) = completion_spans(template, messages, answer)
-    spans = [(border, end)] if completion_only else [(0, len(text))]
-    if assistant_only:
-        _, turns = chat_spans(template, [*messages, *answer])
-        low = spans[0][0]
-        spans = [(max(start, low), stop) for start, stop in turns if stop > low]
-    return Draft(text, spans, (border,) if border else (), is_pair=True)
+    def _chat_pair(self, row: dict[str, Any]) -> Draft:
+        template = template_of(self.encoder.tokenizer, row)
+        prompt, completion = (check_messages(row.get(name), name, template) for name in ("prompt", "completion"))
+        options = self.options
+        only = options.completion_only_loss is not False
+        return pair_draft(template, prompt, completion, only, options.assistant_only_loss)
 
 
 def _text(row: Mapping[str, Any], column: str) -> str:
@@ -334,6 +307,7 @@ def _tokenized(row: dict[str, Any], options: SFTRowOptions) -> tuple[np.ndarray,
         mask = _aligned(row, column, len(ids)) if wanted else None
         if mask is not None:
             weights[mask == 0] = 0.0
+    weights *= token_weights(row, len(ids))
     real = _aligned(row, "attention_mask", len(ids))
     # Padding never reaches the model, so it is taken out here.
     return (ids, weights) if real is None else (ids[real != 0], weights[real != 0])
@@ -346,18 +320,3 @@ def _aligned(row: Mapping[str, Any], column: str, length: int) -> np.ndarray | N
     if len(values) != length:
         raise DataError(f"column {column!r} has {len(values)} values and 'input_ids' {length}; write one a token.")
     return np.asarray(values, dtype=np.int64)
-
-
-def _finish(ids: np.ndarray, weights: np.ndarray, options: SFTRowOptions) -> tuple[np.ndarray, np.ndarray, int, int]:
-    """Cut a row to the limit and say what became of it: (ids, weights, state, tokens cut)."""
-    had_targets = weights[1:].any()
-    limit = None if options.keep_long else options.max_length
-    lost = 0 if limit is None else max(0, len(ids) - limit)
-    if lost:
-        keep = slice(lost, None) if options.truncation_mode == "keep_end" else slice(0, limit)
-        ids, weights = ids[keep], weights[keep]
-    weights = weights.copy()
-    weights[:1] = 0.0  # the first token has nothing before it to be predicted from
-    if weights.any():
-        return ids, weights, KEPT, lost
-    return ids[:0], weights[:0], FILLED if had_targets else MASKED, lost

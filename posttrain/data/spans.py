@@ -12,14 +12,12 @@ rendering the conversation up to it. Spans are checked: disjoint, in order, and 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from posttrain.data.proof import REASONING, Span, call_not_written, prove, same_shape, shown
 from posttrain.data.template import SENTINEL, Message, Template, common_prefix, common_suffix
 from posttrain.errors import DataError
-
-Span = tuple[int, int]
-REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 def locate(template: Template, messages: Sequence[Message]) -> tuple[str, list[Span]]:
@@ -32,8 +30,12 @@ def locate(template: Template, messages: Sequence[Message]) -> tuple[str, list[S
     if template.marks_turns:
         text, spans = template.generation_spans(messages)
         if spans:
-            return text, [(span[0], _marked_end(template, text, span)) for span in spans]
-    return _Locator(template, messages).run()
+            spans = [(span[0], _marked_end(template, text, span)) for span in spans]
+            prove(template, template.normalize(messages), text, spans, marked=True)
+            return text, spans
+    text, spans = _Locator(template, messages).run()
+    prove(template, template.normalize(messages), text, spans, marked=False)
+    return text, spans
 
 
 def end_of_turn(template: Template, text: str, position: int) -> int:
@@ -63,7 +65,7 @@ def _marked_end(template: Template, text: str, span: Span) -> int:
     stop = template.facts.tail.strip()
     if text.startswith(stop, end) or not any(m.end() == len(body) for m in template.tokens.finditer(body)):
         return extended
-    return end
+    return start + len(body)  # without the newline after the stop token, which no model writes
 
 
 class _Locator:
@@ -86,32 +88,38 @@ class _Locator:
 
     def _turn(self, index: int) -> Span:
         message = self.messages[index]
-        for replacement in (_plain(message), _same_shape(message)):
+        for replacement in (_plain(message), same_shape(message)):
             body = self._changed(index, replacement)
             if body is None:
                 continue
             start = self._start(index, body[0])
-            end = self._end(body[1], calls="tool_calls" in replacement)
-            for candidate in (end, self._end_when_last(index)):
+            for candidate in self._ends(index, body[1], calls="tool_calls" in replacement):
                 if candidate is not None and self._is_clear(index, start, candidate):
                     self._check_calls(index, self.text[start:candidate])
                     return start, candidate
-        shown = str(message.get("content", ""))[:60]
+        said = str(message.get("content", ""))[:60]
         raise DataError(
-            f"message {index} (assistant, {shown!r}) cannot be located in the rendered chat: the template drops it, "
-            "rewrites it, or writes it inside another turn. Mark the turns in the template with {% generation %}, or "
-            "train without `assistant_only_loss`."
+            f"message {index} (assistant, {said!r}) cannot be located in the rendered chat: the template drops it, "
+            f"rewrites it, or writes it inside another turn: {self._doubtful(index)}. Mark the turns in the template "
+            "with {% generation %}, or train without `assistant_only_loss`."
         )
+
+    def _ends(self, index: int, body: int, calls: bool) -> Iterator[int | None]:
+        """Where the turn may end, the likeliest first. One by one: each takes a rendering."""
+        yield self._end(body, calls)
+        yield self._end_when_last(index)
+        yield self._end_when_last(index, thinking=False)
+
+    def _doubtful(self, index: int) -> str:
+        """What replacing the turn changes, or where the rendering goes on after the turn before it."""
+        body = self._changed(index, _plain(self.messages[index]))
+        return shown(self.text, *(body or (self.previous_end, self.previous_end)))
 
     def _check_calls(self, index: int, written: str) -> None:
         for call in self.messages[index].get("tool_calls") or ():
             name = str((call.get("function") or call).get("name", ""))
             if name not in written:
-                raise DataError(
-                    f"message {index} (assistant) calls the tool {name!r} and the chat template does not write the "
-                    "call, so the turn would be trained without it. Set `chat_template_path` to a template with "
-                    "tool calls, or write the call into the content."
-                )
+                raise call_not_written(index, name)
 
     def _changed(self, index: int, replacement: dict[str, Any]) -> Span | None:
         """What changes in the text when message `index` is replaced; None if the template refuses or drops it."""
@@ -162,9 +170,15 @@ class _Locator:
             end = token.end()
         return end
 
-    def _end_when_last(self, index: int) -> int | None:
-        """Where the conversation cut after this turn stops agreeing with the whole one."""
-        cut = self.template.try_render(self.messages[: index + 1])
+    def _end_when_last(self, index: int, thinking: bool = True) -> int | None:
+        """Where the conversation cut after this turn stops agreeing with the whole one.
+
+        Without thinking where the whole one has none either: many templates write it in the last turn only.
+        """
+        until = self.messages[: index + 1]
+        if not thinking:
+            until = [{key: value for key, value in m.items() if key not in REASONING} for m in until]
+        cut = self.template.try_render(until)
         if cut is None:
             return None
         shared = self.template.token_start(self.text, common_prefix(self.text, cut))
@@ -192,23 +206,3 @@ class _Locator:
 def _plain(message: Message) -> dict[str, Any]:
     """The turn as a bare sentence: everything it held, calls and reasoning included, is then part of the change."""
     return {"role": message["role"], "content": SENTINEL}
-
-
-def _same_shape(message: Message) -> dict[str, Any]:
-    """The turn with its calls kept and their arguments replaced, for templates that look back at a turn's calls."""
-    shaped = dict(message)
-    for name in ("content", *REASONING):
-        if shaped.get(name):
-            shaped[name] = SENTINEL
-    if "tool_calls" in shaped:
-        shaped["tool_calls"] = [_replace_arguments(call) for call in shaped["tool_calls"]]
-    return shaped
-
-
-def _replace_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    if "function" in call:
-        return {**call, "function": _replace_arguments(call["function"])}
-    arguments = call.get("arguments")
-    if isinstance(arguments, Mapping):
-        return {**call, "arguments": dict.fromkeys(arguments, SENTINEL) or {SENTINEL: SENTINEL}}
-    return {**call, "arguments": SENTINEL}

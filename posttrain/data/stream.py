@@ -79,6 +79,8 @@ class RowReader:
         self.draw.bit_generator.state = state["draw"]
         if self.ended:
             self._rows = iter(())
+        elif not self.read:
+            pass  # the state of a stream is that of whoever read it last, until its first row is taken
         elif state["stream"] is None:
             self._rows = itertools.islice(self._rows, self.read, None)
         else:

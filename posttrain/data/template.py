@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
+from posttrain.data.shapes import QUESTION, Shape, find_shape, fit, without_none
 from posttrain.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -17,7 +18,6 @@ logger = logging.getLogger(__name__)
 Message = Mapping[str, Any]
 # Letters of the private use area: no template trims, splits or escapes them, and no text begins or ends with them.
 SENTINEL = "\ue0a1\ue0b2\ue0c3"
-QUESTION = "\ue0d4\ue0e5\ue0f6"
 
 
 def common_prefix(a: str, b: str) -> int:
@@ -68,15 +68,6 @@ def parse_kwargs(value: Any) -> dict[str, Any]:
     return {name: item for name, item in (value or {}).items() if item is not None}
 
 
-def without_none(value: Any) -> Any:
-    """Drop keys whose value is None at every depth: Arrow adds them to rows that lack a key other rows have."""
-    if isinstance(value, Mapping):
-        return {key: without_none(item) for key, item in value.items() if item is not None}
-    if isinstance(value, (list, tuple)):
-        return [without_none(item) for item in value]
-    return value
-
-
 def special_tokens(tokenizer: Any) -> frozenset[str]:
     """Tokens the tokenizer matches as a whole, special or not: templates build turns from both."""
     added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
@@ -94,7 +85,7 @@ def token_pattern(tokens: frozenset[str]) -> re.Pattern[str]:
 class Facts:
     """What a template writes. e.g. ChatML -> header "<|im_start|>assistant\\n", tail "<|im_end|>\\n" """
 
-    wants_parts: bool  # content must be a list of parts: a string is dropped or refused
+    shape: Shape  # how messages must be written
     header: str  # opens an assistant turn
     tail: str  # follows the text of the last assistant turn
     openers: frozenset[str]  # tokens that open a turn, so never end one
@@ -138,14 +129,11 @@ class Template:
         return _FACTS[key]
 
     def _probe(self) -> Facts:
-        ask = [{"role": "user", "content": QUESTION}]
-        wants_parts = False
-        if QUESTION not in (self._try(ask) or ""):
-            wants_parts = QUESTION in (self._try(as_parts(ask)) or "")
-        ask = as_parts(ask) if wants_parts else ask
+        shape = find_shape(self._try)
+        ask = fit([{"role": "user", "content": QUESTION}], shape)
         reply = [{"role": "assistant", "content": SENTINEL}]
         base, opened = self._try(ask), self._try(ask, add_generation_prompt=True)
-        answered = self._try([*ask, *(as_parts(reply) if wants_parts else reply)]) or ""
+        answered = self._try([*ask, *fit(reply, shape)]) or ""
         header = opened[self.token_start(opened, common_prefix(opened, base)) :] if opened and base else ""
         before = [match.group() for match in self.tokens.finditer((base or "").partition(QUESTION)[0])]
         openers = frozenset([*before[-1:], *[match.group() for match in self.tokens.finditer(header)][:1]])
@@ -155,7 +143,7 @@ class Template:
                 "The chat template writes no stop token after the assistant's turn, so none is trained: %.60r",
                 self.text,
             )
-        return Facts(wants_parts, header, tail, openers)
+        return Facts(shape, header, tail, openers)
 
     def _try(self, messages: Sequence[Message], **flags: Any) -> str | None:
         try:
@@ -170,8 +158,7 @@ class Template:
 
     def normalize(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Messages as this template takes them. Idempotent."""
-        cleaned = [without_none(message) for message in messages]
-        return as_parts(cleaned) if self.facts.wants_parts else cleaned
+        return fit(messages, self.facts.shape)
 
     def render(self, messages: Sequence[Message], **flags: Any) -> str:
         """The text of a conversation. Raises `DataError` with the template's own complaint."""
@@ -206,6 +193,10 @@ class Template:
     def marks_turns(self) -> bool:
         return re.search(r"\{%-?\s*generation\s*-?%\}", self.text) is not None
 
+    def names(self, role: str) -> bool:
+        """Whether the template's text names a role. e.g. message.role == "ipython" names "ipython" """
+        return f"'{role}'" in self.text or f'"{role}"' in self.text
+
     def clean_border(self, text: str, end: int, start: int = 0) -> int:
         """The last place in text[start:end] where a header may end: after a token or a newline; else `start`."""
         ends = [match.end() for match in self.tokens.finditer(text, start, end)]
@@ -222,13 +213,3 @@ class Template:
             if match.end() > position:
                 return match.start()
         return position
-
-
-def as_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages whose text content is a list of parts. e.g. "Hi" -> [{"type": "text", "text": "Hi"}]"""
-    return [
-        {**message, "content": [{"type": "text", "text": message["content"]}]}
-        if isinstance(message.get("content"), str)
-        else dict(message)
-        for message in messages
-    ]

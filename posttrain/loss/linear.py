@@ -65,7 +65,7 @@ def head_scores(given: Operands, targets: Tensor, spec: HeadSpec, request: Score
         spec=spec,
         request=request,
         dtype=product_dtype(weight),
-        chunk=spec.chunk_tokens or _chunk_tokens(weight, spec.memory_bytes - 4 * weight.numel() * early),
+        chunk=spec.chunk_tokens or chunk_tokens(weight, spec.memory_bytes - 4 * weight.numel() * early),
         wanted=wanted,
         early=early,
     )
@@ -77,7 +77,13 @@ def head_scores(given: Operands, targets: Tensor, spec: HeadSpec, request: Score
 
 
 def _answer(
-    request: ScoreRequest, total: Tensor | None, logps: Tensor, entropy: Tensor, top1: Tensor, mean_logit: Tensor
+    request: ScoreRequest,
+    total: Tensor | None,
+    logps: Tensor,
+    entropy: Tensor,
+    top1: Tensor,
+    mean_logit: Tensor,
+    log_collision: Tensor,
 ) -> TokenScores:
     return TokenScores(
         logps=logps,
@@ -85,6 +91,7 @@ def _answer(
         entropy=entropy if request.entropy else None,
         top1=top1 if request.top1 else None,
         mean_logit=mean_logit if request.mean_logit else None,
+        log_collision=log_collision if request.log_collision else None,
     )
 
 
@@ -101,7 +108,7 @@ CPU_CHUNK_BYTES = 48 << 20
 """Logits a CPU projects at once: products of more rows are no faster there."""
 
 
-def _chunk_tokens(weight: Tensor, memory_bytes: int) -> int:
+def chunk_tokens(weight: Tensor, memory_bytes: int) -> int:
     """Read-outs whose logits fit in the budget; off the CPU, where the softmax is not blocked, with two fp32 copies."""
     each = product_dtype(weight).itemsize * weight.shape[0]
     if weight.device.type == "cpu":
@@ -150,31 +157,47 @@ def _weight_gradient(plan: _Plan, slopes: Tensor, targets: Tensor, *tensors: Any
     return projection.gradients()[_WEIGHT]
 
 
+_ROWWISE = frozenset({0, 3})  # hidden, narrow: the gradient of a row is that of its own log-probability alone
+
+
 class _Deferred(torch.autograd.Function):
-    """Gradient of each log-probability known only in the backward pass: chunks kept within the budget, else
-    recomputed."""
+    """Gradient of each log-probability known only in the backward pass.
+
+    With a frozen head every gradient wanted is a row times the gradient of that row's log-probability, so the row for
+    a gradient of 1 is formed while the chunk's logits are at hand: two products a token, nothing kept but [N, H].
+    Else the chunks are kept within the budget, or projected again.
+    """
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, targets: Tensor, *tensors: Tensor | None) -> Any:
         given = Operands(*tensors)  # pyright: ignore[reportArgumentType]
-        N, V = given.hidden.shape[0], given.weight.shape[0]
+        N, V, grad = given.hidden.shape[0], given.weight.shape[0], any(plan.wanted)
+        rowwise = grad and all(i in _ROWWISE for i, want in enumerate(plan.wanted) if want)
         scores = empty_scores(N, given.hidden.device)
-        projection = Projection(given, plan.dtype, (False,) * len(tensors))
-        keep = any(plan.wanted) and N * V * plan.dtype.itemsize <= plan.spec.memory_bytes
+        projection = Projection(given, plan.dtype, plan.wanted if rowwise else (False,) * len(tensors))
+        ones = torch.ones(N, device=given.hidden.device)
+        keep = grad and not rowwise and N * V * plan.dtype.itemsize <= plan.spec.memory_bytes
         kept = []
         for part in chunks(N, plan.chunk):
             logits = projection.logits(part)
             score_chunk(logits, targets[part], plan.spec, plan.request, part, scores)
-            if keep:
+            if rowwise:
+                projection.add(part, plan.gradient(logits, targets[part], ones[part]))
+            elif keep:
                 kept.append(logits)
-        if any(plan.wanted):
+        if rowwise:
+            ctx.save_for_backward(*projection.gradients())
+        elif grad:
             ctx.save_for_backward(targets, *tensors)
-        ctx.plan, ctx.kept = plan, kept
+        ctx.plan, ctx.kept, ctx.rowwise = plan, kept, rowwise
         ctx.mark_non_differentiable(*scores[1:])
         return scores
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
+        if ctx.rowwise:
+            units = ctx.saved_tensors
+            return None, None, *(None if u is None else (u.float() * grad[:, None]).to(u.dtype) for u in units)
         targets, *tensors = ctx.saved_tensors
         plan: _Plan = ctx.plan
         projection = Projection(Operands(*tensors), plan.dtype, plan.wanted)
@@ -205,7 +228,7 @@ def module_scores(
     each = 16 * vocabulary  # the logits in the products' dtype, in fp32, their softmax and its gradient
     size = spec.chunk_tokens or max(16, min(spec.memory_bytes, 4 * CPU_CHUNK_BYTES) // each)
 
-    def score(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def score(h: Tensor, t: Tensor) -> tuple[Tensor, ...]:
         logits = project(h)
         rest = empty_scores(h.shape[0], h.device)
         with torch.no_grad():
@@ -218,9 +241,9 @@ def module_scores(
 
     parts = list(chunks(hidden.shape[0], size)) or [slice(0, 0)]  # an empty one still has a graph
     found = [run(hidden[part], targets[part]) for part in parts]
-    logps, entropy, top1, mean_logit = (torch.cat(each) for each in zip(*found, strict=True))
+    logps, *rest = (torch.cat(each) for each in zip(*found, strict=True))
     if request.objective is None:
-        return _answer(request, None, logps, entropy, top1, mean_logit)
+        return _answer(request, None, logps, *rest)
     objective = request.objective
     total = torch.stack([objective(scores[0], part).sum() for scores, part in zip(found, parts, strict=True)]).sum()
-    return _answer(request, total, logps.detach(), entropy, top1, mean_logit)
+    return _answer(request, total, logps.detach(), *rest)

@@ -14,7 +14,8 @@ from posttrain.loss.reduce import sequence_means
 def wpo_weights(logps: Tensor, log_collision: Tensor, sequence: Tensor, count: int) -> Tensor:
     """w(y) = exp(1/|y| Σ_t log π(y_t) − log Σ_v π(v)²): how likely the policy is to write y (arXiv 2406.11827, eq. 2).
 
-    logps [N], log_collision [N] = log Σ_v π(v)² (`softmax.log_collision`), sequence [N] → [count]. The normaliser is the expected probability of a token drawn from the policy, so a sampled completion weighs about 1.
+    logps [N], log_collision [N] = log Σ_v π(v)² (`ScoreRequest.log_collision`), sequence [N] → [count]. The
+    normaliser is the expected probability of a token drawn from the policy, so a sampled completion weighs about 1.
     """
     return sequence_means((logps - log_collision).detach(), sequence, count).exp()
 

@@ -32,10 +32,10 @@ def chunks(total: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 
-def empty_scores(N: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """logps, entropy, top1, mean_logit; [N] each."""
-    logps, entropy, top1, mean_logit = torch.empty(4, N, device=device).unbind(0)
-    return logps.clone(), entropy.clone(), top1.clone(), mean_logit.clone()
+def empty_scores(N: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """logps, entropy, top1, mean_logit, log_collision; [N] each."""
+    logps, entropy, top1, mean_logit, collision = torch.empty(5, N, device=device).unbind(0)
+    return logps.clone(), entropy.clone(), top1.clone(), mean_logit.clone(), collision.clone()
 
 
 def slope(objective: TokenObjective, logps: Tensor, part: slice) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,7 @@ def slope(objective: TokenObjective, logps: Tensor, part: slice) -> tuple[Tensor
     return loss.detach(), found
 
 
-def _row_blocks(logits: Tensor) -> Iterator[slice]:
+def row_blocks(logits: Tensor) -> Iterator[slice]:
     """Blocks of rows for the elementwise part: on a CPU small enough to stay in cache, elsewhere the whole chunk."""
     rows = logits.shape[0]
     if logits.device.type != "cpu":
@@ -69,8 +69,8 @@ def score_chunk(
     logits: Tensor, targets: Tensor, spec: HeadSpec, request: ScoreRequest, part: slice, scores: tuple[Tensor, ...]
 ) -> None:
     """Fill the scores of one chunk from its raw logits [n, V]."""
-    logps, entropy, top1, mean_logit = (s[part] for s in scores)
-    for rows in _row_blocks(logits):
+    logps, entropy, top1, mean_logit, collision = (s[part] for s in scores)
+    for rows in row_blocks(logits):
         z = final_logits(logits[rows], spec, request.temperature)
         at_target = z.gather(1, targets[rows, None]).squeeze(1)
         log_norm = torch.logsumexp(z, -1)
@@ -79,15 +79,22 @@ def score_chunk(
             top1[rows] = (at_target >= z.amax(-1)).float()
         if request.mean_logit:
             mean_logit[rows] = z.mean(-1)
+        if request.log_collision:
+            collision[rows] = log_collision(z)
         if request.entropy:
             p = (z - log_norm[:, None]).exp_()
             entropy[rows] = log_norm - torch.linalg.vecdot(p, z)
 
 
+def log_collision(z: Tensor) -> Tensor:
+    """log Σ_v p_v² of final logits [b, V] → [b]: the log of how likely two tokens drawn from p are the same."""
+    return torch.logsumexp(2 * z, -1) - 2 * torch.logsumexp(z, -1)
+
+
 def logit_gradient(logits: Tensor, targets: Tensor, slopes: Tensor, spec: HeadSpec, temperature: float) -> Tensor:
     """d loss / d raw logits [n, V], written over the raw logits. dz_j = slope · (1[j = t] − p_j), then the chain rule
     through temperature, soft cap and scale."""
-    for rows in _row_blocks(logits):
+    for rows in row_blocks(logits):
         z = final_logits(logits[rows], spec, temperature)
         d = torch.softmax(z, -1).mul_(-slopes[rows, None])
         d.scatter_add_(1, targets[rows, None], slopes[rows, None])

@@ -179,7 +179,7 @@ def _active(layer: Any, known: Iterable[str]) -> list[str]:
 
 
 def _tensors(scores: TokenScores) -> tuple[Tensor, ...]:
-    found = (scores.logps, scores.total, scores.entropy, scores.top1, scores.mean_logit)
+    found = (scores.logps, scores.total, scores.entropy, scores.top1, scores.mean_logit, scores.log_collision)
     return tuple(x for x in found if x is not None)
 
 
@@ -191,4 +191,5 @@ def _scores(found: tuple[Tensor, ...], request: ScoreRequest) -> TokenScores:
         entropy=next(rest) if request.entropy else None,
         top1=next(rest) if request.top1 else None,
         mean_logit=next(rest) if request.mean_logit else None,
+        log_collision=next(rest) if request.log_collision else None,
     )

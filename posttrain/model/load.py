@@ -80,6 +80,12 @@ def _hub_kwargs(options: LoadOptions) -> dict[str, Any]:
     return {"trust_remote_code": options.trust_remote_code, **kept}
 
 
+_GGUF = (
+    "GGUF weights are quantized and cannot be trained as they are: dequantize them with transformers' "
+    "`from_pretrained(…, gguf_file=…)`, `save_pretrained` the result, and give that folder."
+)
+
+
 def check_model_source(
     source: Any, options: LoadOptions, peft_config: Any = None, quantization_config: Any = None
 ) -> None:
@@ -90,9 +96,11 @@ def check_model_source(
         return
     path = Path(source).expanduser()
     if path.is_dir() and not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise ModelError(f"`model` is the folder {source!r}, which holds no config.json; give the folder of a model.")
+        hint = _GGUF if any(path.glob("*.gguf")) else "give the folder of a model."
+        raise ModelError(f"`model` is the folder {source!r}, which holds no config.json; {hint}")
     if path.is_file():
-        raise ModelError(f"`model` is the file {source!r}; give the folder that `save_pretrained` wrote.")
+        hint = _GGUF if path.suffix == ".gguf" else "give the folder that `save_pretrained` wrote."
+        raise ModelError(f"`model` is the file {source!r}; {hint}")
     kwargs = _hub_kwargs(options)
     adapter = find_adapter(source, kwargs.get("revision"))
     if adapter is None:
@@ -182,7 +190,7 @@ def prepare_model(
     spec = head_spec(base.config, options.chunk_tokens, options.memory_bytes)
     bind_head(base, Scoring(layout, spec, pad_to_multiple_of=options.pad_to_multiple_of))
     say(f"layout: {layout} ({why})")
-    return Prepared(model, layout, _dropout(model))
+    return Prepared(model, layout, dropout_of(model))
 
 
 def _take_tokens(model: Any, peft_config: Any, ids: list[int]) -> Any:
@@ -239,7 +247,7 @@ def auto_class(config: Any) -> Any:
     return AutoModelForImageTextToText if only_multimodal else AutoModelForCausalLM
 
 
-def _dropout(model: Any) -> float:
+def dropout_of(model: Any) -> float:
     """Largest probability of dropout, or size of a router's noise, that training would use: modules', and what layers
     read from the config."""
     rates = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]

@@ -93,4 +93,5 @@ def _scatter(scores: TokenScores, distinct: Distinct) -> TokenScores:
         entropy=spread(scores.entropy),
         top1=spread(scores.top1),
         mean_logit=spread(scores.mean_logit),
+        log_collision=spread(scores.log_collision),
     )

@@ -6,7 +6,8 @@ Whole: weights as a Hugging Face folder, `optimizer.pt` as one process would wri
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,27 @@ def _options(adapter_only: bool) -> StateDictOptions:
 def _inner(optimizer: Any) -> torch.optim.Optimizer:
     """Without accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
+
+
+@contextlib.contextmanager
+def late_errors(engine: Any) -> Iterator[None]:
+    """DeepSpeed's ranks wait for each other while they save: what one cannot write is raised after that."""
+    writer, failed = engine.checkpoint_engine, []
+    own = writer.save
+
+    def save(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return own(*args, **kwargs)
+        except (OSError, RuntimeError) as error:
+            failed.append(error)
+
+    writer.save = save
+    try:
+        yield
+    finally:
+        del writer.save
+    if failed:
+        raise failed[0]
 
 
 # Whole files

@@ -45,6 +45,7 @@ class RichProgressCallback(TrainerCallback):
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[numbers]}"),
+            TextColumn("ETA"),
             TimeRemainingColumn(),
             console=self.console,
         )
@@ -128,12 +129,17 @@ class RichProgressCallback(TrainerCallback):
 
 
 def _numbers(logs: Mapping[str, Any]) -> str:
-    """e.g. {"loss": 1.25, "tokens_per_second": 5120.0} -> "loss 1.25  5,120 tokens/s" """
+    """e.g. {"loss": 1.25, "tokens_per_second": 5120.0, "mfu": 0.4, "peak_memory_mib": 2048.0} ->
+    "loss 1.25  5,120 tokens/s  MFU 40.0 %  2.0 GiB" """
     parts = [f"loss {_number(logs['loss'])}"] if "loss" in logs else []
     if "mean_token_accuracy" in logs:
         parts.append(f"accuracy {_number(logs['mean_token_accuracy'])}")
     if "tokens_per_second" in logs:
         parts.append(f"{logs['tokens_per_second']:,.0f} tokens/s")
+    if "mfu" in logs:
+        parts.append(f"MFU {100 * logs['mfu']:.1f} %")
+    if "peak_memory_mib" in logs:
+        parts.append(f"{logs['peak_memory_mib'] / 1024:.1f} GiB")
     return "  ".join(parts)
 
 

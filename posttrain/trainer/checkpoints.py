@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 STAGING = ".incomplete"
 """Where checkpoints are written, inside `output_dir`, before they get their name."""
-WORDS = ("true", "last", "last_good")
+WORDS = ("true", "last", "last_good", "auto")
 
 
 def wants_resume(asked: str | bool | None) -> bool:
@@ -23,8 +23,8 @@ def wants_resume(asked: str | bool | None) -> bool:
 
 
 def find_checkpoint(asked: str | bool | None, output_dir: str | None, hashes: bool = False) -> str | None:
-    """The folder to resume from. `asked` is a path; true or "last" for the newest one in `output_dir`; "last_good" for
-    the newest one in which every byte is as it was written.
+    """The folder to resume from. `asked` is a path; true or "last" for the newest one in `output_dir`; "auto" the same,
+    and None where there is none; "last_good" for the newest one in which every byte is as it was written.
 
     hashes: check every byte of it, not only names and sizes. Raises `ConfigError` naming `resume_from_checkpoint` when
     there is none, and naming the file that is damaged.
@@ -50,7 +50,12 @@ def find_checkpoint(asked: str | bool | None, output_dir: str | None, hashes: bo
             continue
         refuse_damaged(found, wrong)
         return _with_optimizer(found)
-    raise ConfigError(f"`resume_from_checkpoint` is {asked!r}, and `output_dir` ({folder}) holds no checkpoint.")
+    if word == "auto":
+        return None
+    raise ConfigError(
+        f"`resume_from_checkpoint` is {asked!r}, and `output_dir` ({folder}) holds no checkpoint; with 'auto' the run "
+        "would begin anew."
+    )
 
 
 def refuse_damaged(folder: Path, wrong: list[str]) -> None:
@@ -139,7 +144,11 @@ def publish(staged: Path, final: Path) -> None:
     in place when it is looked for."""
     if final.exists():
         final.rename(_free_name(staged.parent, f"replaced-{final.name}"))
-    staged.rename(final)
+    try:
+        staged.rename(final)
+    except FileNotFoundError:
+        if read_manifest(final) is None:  # else somebody who looked for checkpoints has put it in place
+            raise
     sync(final.parent)
 
 

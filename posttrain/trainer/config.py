@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin
 import torch
 from transformers import TrainingArguments
 
+from posttrain.data.audit import audit_policy
 from posttrain.errors import ConfigError, suggest
 from posttrain.model.load import LoadOptions, Prepared
 from posttrain.parallel.deepspeed import join_ranks
@@ -44,6 +45,8 @@ class BaseConfig(TrainingArguments):
     loss and logged as `aux_loss`; 0 turns it off."""
     dataset_num_proc: int | None = None
     """Processes that tokenize. Unset: one."""
+    shuffle_dataset: bool = False
+    """Shuffle the rows once, with `data_seed`, before packing; a stream in each pass, see `shuffle_buffer_size`."""
     shuffle_buffer_size: int = 1000
     """Rows of a stream that `shuffle_dataset` draws the next one from. They are saved with each checkpoint."""
     resume_with_changes: bool = False
@@ -62,6 +65,9 @@ class BaseConfig(TrainingArguments):
     activation_offloading: bool = False
     """Keep activations in host memory between forward and backward; with checkpointing, the inputs of layers. Nothing
     changes on a CPU."""
+    template_audit: str | list[str] = "error"
+    """What to do when the audit of the chat template finds a fault: error, warn (print it and go on), off (make no
+    audit), or the names of the checks whose failure is accepted. Rows that are no chats need no audit."""
     layout: Literal["auto", "packed", "packed-unshared", "padded"] = "auto"
     """How sequences lie in a micro-batch: side by side with common prefixes computed once, side by side without
     sharing, or padded. `auto` takes the first that the model can do exactly, found by a probe."""
@@ -74,6 +80,12 @@ class BaseConfig(TrainingArguments):
     head_memory_mb: int | None = None
     """Memory the head may take, in MiB: a chunk of logits, and the gradient of its weight when formed in the forward
     pass (else it costs a fourth product). Unset: 1,024 on a CPU, 4,096 elsewhere."""
+
+    skip_self_checks: list[str] | None = None
+    """Checks to leave out before the first step, by name: accumulation, gradients, forest, template; or all."""
+    handle_signals: bool = True
+    """On SIGTERM, SIGINT or SIGUSR1, save a checkpoint at the end of the step and end the run; on a second, end it at
+    once."""
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
 
@@ -92,6 +104,7 @@ class BaseConfig(TrainingArguments):
             warnings.filterwarnings("ignore", message=".*gradient_checkpointing.* is deprecated")
             super().__post_init__()
         self._check_choices()
+        audit_policy(self.template_audit)
         self._check_geometry()
         self._check_activations()
         if self.use_liger_kernel:

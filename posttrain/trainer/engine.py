@@ -11,11 +11,10 @@ world size, chunk size and token budget are memory knobs: they cannot change the
 from __future__ import annotations
 
 import abc
-import contextlib
 import functools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -34,20 +33,26 @@ from posttrain.model.load import base_model
 from posttrain.model.router import balance_coefficient
 from posttrain.parallel.deepspeed import use_deepspeed
 from posttrain.parallel.device import keep_freed_memory
-from posttrain.parallel.params import fsdp2_plugin, parameter_count, refuse_fsdp1, use_fsdp2
+from posttrain.parallel.params import fsdp2_plugin, refuse_fsdp1, use_fsdp2
 from posttrain.parallel.ranks import all_max, all_sum, world_size
 from posttrain.parallel.roles import find_strategy, prepare_role
 from posttrain.parallel.training_state import has_shards
 from posttrain.trainer.callbacks import RichProgressCallback
 from posttrain.trainer.config import BaseConfig
+from posttrain.trainer.cost import ModelCost, peak_flops, peak_memory
 from posttrain.trainer.evaluation import evaluate_all
-from posttrain.trainer.experience import Experience, Window, shown, tokens_and_sequences
+from posttrain.trainer.experience import Experience, Window, tokens_and_sequences
+from posttrain.trainer.failed import report_failed
 from posttrain.trainer.loading import eval_loader, train_loader
 from posttrain.trainer.meter import Meter, Speed, laid_tokens, layout_metrics, next_step_logs
 from posttrain.trainer.randomness import preserved_environment, preserved_rng
+from posttrain.trainer.recovery import NO_GRADIENT, Recovery
 from posttrain.trainer.refusals import refuse_combinations, refuse_unsupported
 from posttrain.trainer.resuming import going_on, opened_run, use_learning_rate, write_run
+from posttrain.trainer.run_record import RunFiles
 from posttrain.trainer.saving import save_checkpoint
+from posttrain.trainer.selfcheck import SelfCheck, SelfChecks
+from posttrain.trainer.stops import Stops, guarded
 from posttrain.trainer.training_state import load_training, load_weights, save_training, writes_shards
 from posttrain.trainer.tuning import Tuning
 from posttrain.types import LossOutput, Mean, TokenBatch
@@ -61,7 +66,9 @@ class Engine(Trainer, abc.ABC):
     args: BaseConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     model: Any  # pyright: ignore[reportIncompatibleVariableOverride]
     model_wrapped: Any
+    data_summary: Mapping[str, Any] = {}  # what became of the rows of each set; leaves say it
     layout: str = "packed"  # set by the leaf once the model is probed
+    more_self_checks: Sequence[SelfCheck] = ()  # of a method, beside those that all share
 
     def __init__(self, model: Any, args: BaseConfig, collator: Collator, **kwargs: Any) -> None:
         refuse_unsupported(args)
@@ -84,7 +91,10 @@ class Engine(Trainer, abc.ABC):
             backend=DynamoBackend.NO
         )  # layers are compiled, not all
         self.tuning = Tuning(model, args)
-        self.add_callback(self.tuning)
+        self.recovery, self.stops, self.selfchecks = Recovery(self), Stops(self), SelfChecks(self)
+        self.run_files, self.cost = RunFiles(self), ModelCost(model)
+        for part in (self.tuning, self.stops, self.selfchecks, self.run_files):
+            self.add_callback(part)
         self.loss_is_scaled_for_ga = True
         self.model_accepts_loss_kwargs = False
         if not args.disable_tqdm:
@@ -133,10 +143,12 @@ class Engine(Trainer, abc.ABC):
         units, tokens, sequences = all_sum(counts.to(device)).tolist()
         self._set_window(units=units, sequences=sequences)
         self._window_loss = 0.0
+        self.recovery.begin()
+        self.selfchecks.run(micro)
         laid = (laid_tokens(e.batch, self.layout, self.args.pad_to_multiple_of) for m in micro for e in m)
         self.tuning.plan(laid, device)
         self.state.num_input_tokens_seen += int(tokens)
-        self.speed.run(tokens)
+        self.speed.run(tokens, self.cost.of(window))
         self.meter.add(layout_metrics(window, self.layout, self.args.pad_to_multiple_of))
         if units == 0:
             logger.warning("step %d has no targets; its weights stay as they are", self.state.global_step + 1)
@@ -152,7 +164,7 @@ class Engine(Trainer, abc.ABC):
         with torch.no_grad():
             found = self.experience(window)
         self.model.train(model_was_training)
-        budget = self.args.max_tokens_per_forward
+        budget = self.recovery.limit(window)
         pieces = [list(e.split(budget)) if budget else [e] for e in found]
         if budget is None:
             return pieces
@@ -166,20 +178,7 @@ class Engine(Trainer, abc.ABC):
         synchronises gradients: the caller's `no_sync` covers the other micro-batches, ours the other pieces."""
         model.train()
         self._optimizer_mode("train")
-        pieces: list[Experience] = inputs["batch"]
-        total = torch.zeros((), device=self.args.device)
-        for i, piece in enumerate(pieces):
-            last = i == len(pieces) - 1
-            # Leaving our no_sync leaves the caller's too, so the last piece of a quiet micro-batch asks again.
-            synchronise = last and self.accelerator.sync_gradients
-            quiet = contextlib.nullcontext() if synchronise else self.accelerator.no_sync(model=model)
-            with quiet, self.tuning.offload():
-                with self.compute_loss_context_manager():
-                    loss = self.compute_loss(model, {"batch": piece.to(self.args.device)}, num_items_in_batch=None)
-                if not loss.requires_grad:
-                    raise TrainingError(_NO_GRADIENT)
-                self.strategy.backward(model, loss, synchronise)
-            total += loss.detach()
+        total = self.recovery.run(model, inputs["batch"])
         self._window_loss += total
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
@@ -218,16 +217,15 @@ class Engine(Trainer, abc.ABC):
         # A loss scaler means to overflow at times, and then skips the step itself.
         bad = not math.isfinite(loss) or (not math.isfinite(value) and self.accelerator.scaler is None)
         # Together: a rank that raised alone would leave the others waiting in the next collective.
-        if all_max([int(bad)], self.args.device)[0]:
-            raise NonFiniteError(
-                f"step {step}: loss {loss}, gradient norm {value}, from rows {shown(self.window.sources)} of the "
-                f"training set on this rank. The weights are those of step {step - 1}; checkpoints in "
-                f"{self.args.output_dir!r} are unharmed. Lower `learning_rate` or look at these rows."
-            )
+        votes = all_max([int(bad), *self.stops.votes(), *self.recovery.votes()], self.args.device)
+        self.stops.agree(votes[1:2])
+        self.recovery.agree(votes[2:])
+        if votes[0]:
+            raise NonFiniteError(report_failed(self, loss, value))
         if self.window.units == 0:
             self.strategy.skip_step(model)
         elif value == 0.0 and step == 1:
-            raise TrainingError(_NO_GRADIENT)
+            raise TrainingError(NO_GRADIENT.format(step))
         return norm
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -238,13 +236,17 @@ class Engine(Trainer, abc.ABC):
         with opened_run(self, asked) as checkpoint:
             if checkpoint is None:
                 set_seed(self.args.seed)
-            self.speed = Speed()
+            self.speed = Speed(peak_flops(self.args.device, bool(self.args.bf16 or self.args.fp16)))
             if self.args.use_cpu:
                 keep_freed_memory()
             return super().train(checkpoint, *args, **kwargs)
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         return going_on(self, super()._init_training_state(*args), *args)
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        with guarded(self):
+            return super()._inner_training_loop(*args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.speed.stand()
@@ -366,25 +368,17 @@ class Engine(Trainer, abc.ABC):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add what the meter holds to a training line: one reduction over the ranks, here and nowhere else."""
         if "loss" in logs:
-            logs.update(self.meter.drain())
+            logs.update(self.meter.drain({"peak_memory_mib": peak_memory(self.args.device)}))
             logs["num_tokens"] = float(self.state.num_input_tokens_seen)
-            logs["tokens_per_second"] = self.speed.drain()
+            logs.update(self.speed.drain())
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """6 operations a weight and token, over the tokens that are really laid."""
-        tokens = sum(piece.batch.num_tokens for piece in inputs["batch"])
-        return 6 * tokens * self._parameters
-
-    @functools.cached_property
-    def _parameters(self) -> int:
-        return parameter_count(self.model)
+        """What the model needs for the tokens that are really laid."""
+        return int(self.cost.of(piece.batch for piece in inputs["batch"]))
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Counted once for the window, in `get_batch_samples`."""
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns = ["batch"]
-
-
-_NO_GRADIENT = "step 1: no trainable weight received a gradient; check `peft_config` and what is frozen."

@@ -28,21 +28,28 @@ def owned(output_dir: Path, needed: int = 0) -> Iterator[None]:
 
     Raises `ConfigError` naming `output_dir` when it cannot be written, is too small, or another run writes there.
     """
-    try:
+    lock = _Lock(output_dir / LOCK)
+    with writing(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
-        lock = _Lock(output_dir / LOCK)
         lock.take()
-    except OSError as error:
-        raise ConfigError(
-            f"`output_dir` ({output_dir}) cannot be written: {error.strerror or error}. {_ELSEWHERE}, or mend the "
-            "permissions."
-        ) from error
     try:
         refuse_small(output_dir, needed)
         sweep(output_dir)
         yield
     finally:
         lock.release()
+
+
+@contextlib.contextmanager
+def writing(output_dir: Path) -> Iterator[None]:
+    """Raise `ConfigError` naming `output_dir` for what the system refuses inside."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"`output_dir` ({output_dir}) cannot be written: {error.strerror or error}. {_ELSEWHERE}, or mend the "
+            "permissions."
+        ) from error
 
 
 def refuse_small(output_dir: Path, needed: int) -> None:

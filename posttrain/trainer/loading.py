@@ -117,9 +117,9 @@ def make_items(rows: Any, args: Any, packing: bool, name: str) -> RowItems | Str
         rows = rows.shuffle(seed=order_seed(args))
     bins = None if capacity is None else plan_bins(row_lengths(rows), capacity, strategy)
     if bins is not None and strategy != "bfd":
-        bins, dropped, beheaded = drop_untrained(bins, rows["weights"][:])
-        if dropped or beheaded:
-            say(f"{name}: {dropped} pieces without targets dropped; {beheaded} targets lost at the cuts of rows")
+        bins, dropped = drop_untrained(bins, rows["weights"][:])
+        if dropped:
+            say(f"{name}: {dropped} pieces of cut rows without targets dropped")
     return RowItems(rows, bins)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -22,17 +23,28 @@ class Meter:
         for name, mean in metrics.items():
             self._means[name] = self._means[name] + mean if name in self._means else mean
 
-    def drain(self) -> dict[str, float]:
-        """Means over all ranks since the last call. A metric that no rank has seen is absent, not 0 and not NaN."""
+    def snapshot(self) -> dict[str, Mean]:
+        """What was added since the last line, for `restore`."""
+        return dict(self._means)
+
+    def restore(self, snapshot: dict[str, Mean]) -> None:
+        """Forget what was added since the snapshot was taken."""
+        self._means = dict(snapshot)
+
+    def drain(self, peaks: Mapping[str, float] | None = None) -> dict[str, float]:
+        """Means over all ranks since the last call, and the largest of each of `peaks` over the ranks. A metric that no
+        rank has seen is absent, not 0 and not NaN."""
         local = {name: (_number(mean.total), _number(mean.weight)) for name, mean in self._means.items()}
         self._means = {}
         totals: dict[str, list[float]] = {}
-        for one in gather_objects(local):
+        largest: dict[str, float] = {}
+        for one, high in gather_objects((local, dict(peaks or {}))):
+            largest |= {name: max(value, largest.get(name, value)) for name, value in high.items()}
             for name, (total, weight) in one.items():
                 sums = totals.setdefault(name, [0.0, 0.0])
                 sums[0] += total
                 sums[1] += weight
-        return {name: total / weight for name, (total, weight) in sorted(totals.items()) if weight}
+        return {name: total / weight for name, (total, weight) in sorted(totals.items()) if weight} | largest
 
 
 def _number(value: Tensor | float) -> float:
@@ -40,28 +52,37 @@ def _number(value: Tensor | float) -> float:
 
 
 class Speed:
-    """Tokens a second of training alone: the clock stands while the run evaluates, saves or has not begun."""
+    """Speed of training alone: the clock stands while the run evaluates, saves or has not begun. Nothing waits for the
+    device: the clock runs from line to line of the log, and the loss of a line has been read before it stops.
 
-    def __init__(self) -> None:
-        self._tokens, self._seconds = 0.0, 0.0
+    peak: operations a second the device could do, where known.
+    """
+
+    def __init__(self, peak: float | None = None) -> None:
+        self.peak = peak
+        self._tokens, self._operations, self._seconds = 0.0, 0.0, 0.0
         self._since: float | None = None
 
-    def run(self, tokens: float) -> None:
-        """A step over so many tokens begins."""
+    def run(self, tokens: float, operations: float = 0.0) -> None:
+        """A step begins: tokens over all ranks, operations of this one."""
         self._since = time.perf_counter() if self._since is None else self._since
         self._tokens += tokens
+        self._operations += operations
 
     def stand(self) -> None:
         if self._since is not None:
             self._seconds += time.perf_counter() - self._since
         self._since = None
 
-    def drain(self) -> float:
-        """Tokens a second since the last call."""
+    def drain(self) -> dict[str, float]:
+        """Since the last call: tokens a second over all ranks, model TFLOP/s of this one, and its share of the peak."""
         self.stand()
-        speed = self._tokens / max(self._seconds, 1e-9)
-        self._tokens, self._seconds = 0.0, 0.0
-        return speed
+        seconds = max(self._seconds, 1e-9)
+        found = {"tokens_per_second": self._tokens / seconds, "tflops": self._operations / seconds / 1e12}
+        if self.peak is not None:
+            found["mfu"] = self._operations / seconds / self.peak
+        self._tokens, self._operations, self._seconds = 0.0, 0.0, 0.0
+        return found
 
 
 def layout_metrics(window: list[TokenBatch], layout: str, multiple: int | None) -> dict[str, Mean]:

@@ -6,10 +6,30 @@ import contextlib
 import os
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from transformers.trainer_utils import set_seed
+
+
+def rng_state() -> tuple[Any, ...]:
+    """The state of every global generator: python's, numpy's, torch's on the host and on this rank's device."""
+    device = torch.accelerator.is_available()
+    kind = torch.accelerator.current_accelerator() if device else None
+    own = getattr(torch, kind.type).get_rng_state() if kind is not None else None
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), own
+
+
+def restore_rng(state: tuple[Any, ...]) -> None:
+    """Set every global generator to what `rng_state` returned."""
+    python, legacy, host, own = state
+    random.setstate(python)
+    np.random.set_state(legacy)
+    torch.set_rng_state(host)
+    kind = torch.accelerator.current_accelerator() if own is not None else None
+    if kind is not None:
+        getattr(torch, kind.type).set_rng_state(own)
 
 
 @contextlib.contextmanager

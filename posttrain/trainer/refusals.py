@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 from posttrain.errors import ConfigError, MissingExtraError
@@ -12,6 +13,7 @@ from posttrain.model.rope import varying_rope
 from posttrain.parallel.ranks import world_size
 from posttrain.parallel.strategy import Strategy
 from posttrain.trainer.config import BaseConfig
+from posttrain.trainer.folder import writing
 
 
 def _splits_model(parallelism: Any) -> bool:
@@ -41,6 +43,9 @@ def refuse_unsupported(args: BaseConfig) -> None:
         raise MissingExtraError(
             "`use_liger_kernel` is on and liger-kernel is not installed; pip install 'posttrain[liger]'."
         )
+    if args.should_save and args.output_dir is not None:
+        with writing(Path(args.output_dir)):  # the base class makes it next
+            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     for name, bad in wrong.items():
         if bad:
             raise ConfigError(f"`{name}` is set, and this version does not support it; leave it out.")

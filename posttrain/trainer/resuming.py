@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +64,13 @@ def opened_run(trainer: Any, asked: str | bool | None) -> Iterator[str | None]:
         at_home = checkpoint is not None and Path(checkpoint).resolve().parent == folder.resolve()
         if saves and first and not at_home and not args.overwrite_output_dir:
             _agreed(lambda: refuse_anothers(folder) if rank() == 0 else None)
-        trainer.run_record = describe(trainer) if saves or checkpoint is not None else None
+        record = describe(trainer) if saves or checkpoint is not None else None
         if checkpoint is not None:
             _agreed(lambda: refuse_damaged(Path(checkpoint), _my_damage(checkpoint, args)))
             refuse_other_strategy(checkpoint, trainer.is_deepspeed_enabled, world_size())
-            _agreed(lambda: compare(trainer, Path(checkpoint)))
+            _agreed(lambda: compare(trainer, Path(checkpoint), record))
             restore(trainer, Path(checkpoint))
+        trainer.run_record = record
         yield checkpoint
         if trainer.failed_saves:
             say(f"{len(trainer.failed_saves)} checkpoint(s) could not be saved: steps {trainer.failed_saves}")
@@ -111,7 +113,7 @@ def describe(trainer: Any) -> dict[str, Any]:
     learned = {name for name, p in trainer.model.named_parameters() if p.requires_grad or not adapted}
     rows = args.per_device_train_batch_size * world_size()
     order = {
-        "train_sampling_strategy": str(args.train_sampling_strategy),
+        "train_sampling_strategy": _plain(args.train_sampling_strategy),
         "data_seed": order_seed(args),
         "dataloader_drop_last": rows if args.dataloader_drop_last else False,
         "rows a step": rows * args.gradient_accumulation_steps,
@@ -123,13 +125,14 @@ def describe(trainer: Any) -> dict[str, Any]:
         "shapes": {n: list(shape) for n, shape in parameter_shapes(trainer.model).items() if n in learned},
         "data": _data(trainer.train_dataset),
         "order": order,
-        "optim": str(args.optim),
+        "optim": _plain(args.optim),
         "ranks": world_size(),
         "settings": {name: _plain(getattr(args, name)) for name in (*_KEPT, *_USED)},
     }
 
 
 def _plain(value: Any) -> Any:
+    value = value.value if isinstance(value, Enum) else value
     return value if isinstance(value, (bool, int, float, type(None))) else str(value)
 
 
@@ -150,16 +153,15 @@ def _data(items: Any) -> dict[str, Any]:
     }
 
 
-def compare(trainer: Any, checkpoint: Path) -> None:
+def compare(trainer: Any, checkpoint: Path, now: Any) -> None:
     """Hold this run against the one that wrote the checkpoint.
 
     Raises `ConfigError` for another trainer or model, and, unless `resume_with_changes`, for other data or another
     order. What may differ is said.
     """
-    now = trainer.run_record
     then = read_record(checkpoint)
     if then is None:
-        _compare_foreign(trainer, checkpoint)
+        _compare_foreign(checkpoint, now)
         say(f"{checkpoint} has no {RECORD}: whether data and batch sizes are the same cannot be checked")
         return
     where = f"`resume_from_checkpoint`: {checkpoint}"
@@ -231,9 +233,9 @@ def _shape(shape: Any) -> str:
     return "missing" if shape is None else "×".join(map(str, shape))
 
 
-def _compare_foreign(trainer: Any, checkpoint: Path) -> None:
+def _compare_foreign(checkpoint: Path, now: Mapping[str, Any]) -> None:
     """Without a record: the shapes in its weight files."""
-    adapted = is_adapted(trainer.model)
+    adapted = now["adapter"]
     files = list(checkpoint.glob("*.safetensors"))
     if files and adapted != (checkpoint / "adapter_config.json").is_file():
         _refuse_other_model(f"`resume_from_checkpoint`: {checkpoint}", {"adapter": not adapted}, {"adapter": adapted})
@@ -241,10 +243,9 @@ def _compare_foreign(trainer: Any, checkpoint: Path) -> None:
     for path in [] if adapted else files:
         with safe_open(str(path), framework="pt") as file:
             then |= {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    now = {name: shape for name, shape in trainer.run_record["shapes"].items() if name in then}
-    then = {name: shape for name, shape in then.items() if name in now}
-    name = trainer.run_record["model"]
-    _refuse_shapes(f"`resume_from_checkpoint`: {checkpoint}", then, now, "unknown", name)
+    here = {name: shape for name, shape in now["shapes"].items() if name in then}
+    there = {name: shape for name, shape in then.items() if name in here}
+    _refuse_shapes(f"`resume_from_checkpoint`: {checkpoint}", there, here, "unknown", now["model"])
 
 
 def _say_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers.trainer_callback import ExportableState
 
 from posttrain.parallel.ranks import barrier, gather_objects, rank, say, world_size
+from posttrain.parallel.training_state import late_errors
 from posttrain.trainer.checkpoints import STAGING, checkpoints_in, next_sequence, publish, rotate
 from posttrain.trainer.manifest import Manifest, files_of, owner_of, synced, write_manifest
 
@@ -73,7 +74,7 @@ def _write(trainer: Any, staged: Path, final: Path, write_run: Callable[[Path], 
         if of_best == final or of_best.exists():
             state.best_model_checkpoint = str(of_best)
     if not args.save_only_model:
-        _together(trainer._save_optimizer_and_scheduler, name)
+        _together(_save_optimizer, trainer, name)
         _together(trainer._save_scaler, name)
         _together(trainer._save_rng_state, name)
     _together(_write_state, trainer, staged, write_run)
@@ -85,6 +86,12 @@ def _make(staged: Path, saves: bool) -> None:
         shutil.rmtree(staged, ignore_errors=True)  # of a run that was killed
     barrier()
     staged.mkdir(parents=True, exist_ok=True)
+
+
+def _save_optimizer(trainer: Any, folder: str) -> None:
+    late = late_errors(trainer.model_wrapped) if trainer.is_deepspeed_enabled else contextlib.nullcontext()
+    with late:
+        trainer._save_optimizer_and_scheduler(folder)
 
 
 def _write_state(trainer: Any, staged: Path, write_run: Callable[[Path], None]) -> None:

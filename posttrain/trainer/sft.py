@@ -8,18 +8,21 @@ from typing import Any, ClassVar, Literal, final
 
 from torch import Tensor
 
-from posttrain.data.rows import SFTRowOptions, prepare_sft
+from posttrain.data.rows import prepare_sft
 from posttrain.data.sampling import Collator, RowItems
 from posttrain.data.tokenizer import new_tokens, set_up_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.loss.nll import TOKEN_LOSSES
 from posttrain.model.load import check_model_source, embedding_rows, learned_positions, load_tokenizer, prepare_model
 from posttrain.parallel.ranks import say
+from posttrain.trainer.auditing import audit_at_start
 from posttrain.trainer.config import BaseConfig, load_options, share_prefixes
 from posttrain.trainer.engine import Engine
 from posttrain.trainer.experience import Experience
 from posttrain.trainer.loading import check_ids, make_items
+from posttrain.trainer.options import check_sft, sft_row_options
 from posttrain.trainer.randomness import seeded
+from posttrain.trainer.run_record import summarize
 from posttrain.types import LossOutput, Mean, ScoreRequest, TokenBatch
 
 
@@ -42,15 +45,16 @@ class SFTConfig(BaseConfig):
     """Longest sequence, in tokens; longer rows are cut. With packing, also the capacity of a bin. `None`: no limit."""
     truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
     """Which end of a long row is kept."""
-    shuffle_dataset: bool = False
-    """Shuffle the rows once, with `data_seed`, before packing; a stream in each pass, see
-    `shuffle_buffer_size`."""
+    overflow: Literal["truncate", "split", "drop", "error"] | None = None
+    """What happens to rows longer than `max_length`. truncate: cut. split: go on in another row, which begins with one
+    token of context. drop: left out. error: stop. All are counted. Unset: split with `packing` and `bfd_split` or
+    `wrapped`, else truncate."""
     packing: bool = False
     """Fill bins of `max_length` tokens with whole rows; a micro-batch is then that many bins. Rows never see each
     other."""
     packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = "bfd"
-    """bfd: best fit decreasing, long rows cut. bfd_split: long rows continue in another bin. wrapped: rows cut at bin
-    borders, so that every bin is full."""
+    """bfd: best fit decreasing. bfd_split: the same, and `overflow` is split. wrapped: rows cut at bin borders, so that
+    bins are full."""
     padding_free: bool = False
     """Accepted for compatibility: the packed layout never pads."""
     eval_packing: bool | None = None
@@ -68,13 +72,7 @@ class SFTConfig(BaseConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_length is not None and self.max_length < 2:
-            raise ConfigError(f"`max_length` is {self.max_length}; a target needs one token before it: set at least 2.")
-        unknown = sorted(set(self.dataset_kwargs or {}) - {"skip_prepare_dataset"})
-        if unknown:
-            raise ConfigError(f"`dataset_kwargs` holds {unknown[0]!r}; only `skip_prepare_dataset` is accepted.")
-        if self.packing and self.max_length is None:
-            raise ConfigError("`packing` is on and `max_length` is None; set `max_length` to the capacity of a bin.")
+        check_sft(self)
 
 
 @final
@@ -117,6 +115,8 @@ class SFTTrainer(Engine):
         tokenizer = processing_class or load_tokenizer(model, load_options(args))
         self._tokenizer = set_up_tokenizer(tokenizer, args.eos_token, args.pad_token, args.chat_template_path)
         self._formatting_func, self._config = formatting_func, args
+        audits = audit_at_start(self._tokenizer, args, model, formatting_func, train_dataset, eval_dataset)
+        self.data_summary = {}
         train_items = None if train_dataset is None else self._items(train_dataset, "train", args.packing)
         eval_items = None
         if isinstance(eval_dataset, dict):
@@ -138,7 +138,7 @@ class SFTTrainer(Engine):
             eval_dataset=eval_items,
             processing_class=self._tokenizer,
             compute_metrics=compute_metrics,
-            callbacks=callbacks,
+            callbacks=[*audits, *(callbacks or [])],
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
@@ -148,19 +148,14 @@ class SFTTrainer(Engine):
 
     def _items(self, dataset: Any, name: str, packing: bool) -> Any:
         args = self._config
-        options = SFTRowOptions(
-            text_field=args.dataset_text_field,
-            max_length=args.max_length,
-            truncation_mode=args.truncation_mode,
-            completion_only_loss=args.completion_only_loss,
-            assistant_only_loss=args.assistant_only_loss,
-            keep_long=packing and name == "train" and args.packing_strategy != "bfd",
-            formatting_func=self._formatting_func,
-        )
+        options = sft_row_options(args, packing, name, self._formatting_func)
         rows, report = prepare_sft(dataset, self._tokenizer, options, args.dataset_num_proc, name)
         if report.rows_in:  # a stream counts while it flows
             say(report.summary())
-        return make_items(rows, args, packing, name)
+        items = make_items(rows, args, packing, name)
+        found = summarize(report, items, args.max_length if packing else None)
+        self.data_summary = {**self.data_summary, name: found}
+        return items
 
     def eval_items(self, dataset: Any, name: str = "eval") -> RowItems:
         args = self._config

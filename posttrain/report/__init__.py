@@ -1,0 +1,1 @@
+"""What was trained on, and how it went: pages that stand alone."""
