@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from posttrain.data.drafts import row_weight
 from posttrain.data.encode import Draft, Encoder
-from posttrain.data.formats import extract_prompt, is_conversational, maybe_convert_to_chatml, refuse_images
+from posttrain.data.formats import maybe_convert_to_chatml, refuse_images
+from posttrain.data.preference import maybe_extract_prompt
 from posttrain.data.rows import STREAM_BATCH, at_row, completion_draft, in_memory
 from posttrain.errors import DataError, EmptyDataError
 
@@ -100,7 +102,7 @@ def prepare_pairs(
     `source` (the row it came from), and the report.
 
     Rows are `chosen` and `rejected` with or without `prompt`, as text or chats, or token ids (`prompt_ids`,
-    `chosen_ids`, `rejected_ids`); `margin`, `weight`, `ref_chosen_logps` and `ref_rejected_logps` are read where they
+    `chosen_ids`, `rejected_ids`); `margin`, `sample_weight`, `ref_chosen_logps` and `ref_rejected_logps` are read where they
     are. A list of mappings is taken as a data set, a stream stays one.
 
     e.g. {"prompt": "2+2=", "chosen": "4", "rejected": "5"} -> the ids of "2+2=4<eos>" and of "2+2=5<eos>"
@@ -206,22 +208,14 @@ class _Preparer:
             if row.get(side) is None:
                 raise DataError(f"column {side!r} holds None; write a response in every row, or remove the row.")
         refuse_images({k: row[k] for k in ("prompt", "chosen", "rejected") if k in row})
-        row = row | with_prompt(row)
+        # A column that other rows fill is None here.
+        row |= maybe_extract_prompt({k: row[k] for k in ("prompt", *_SIDES) if row.get(k) is not None})
         shared = {k: row[k] for k in ("prompt", "tools", "chat_template_kwargs") if row.get(k) is not None}
-        chosen, rejected = (completion_draft(self.encoder, shared | {"completion": row[x]}) for x in _SIDES)
+        chosen, rejected = (completion_draft(self.encoder, shared | {"completion": row[x]}, True, False) for x in _SIDES)
         return chosen, rejected
 
 
 _SIDES = ("chosen", "rejected")
-
-
-def with_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The pair with its prompt apart: what `chosen` and `rejected` begin with in common, where there is no `prompt` or
-    they repeat it as whole chats."""
-    if row.get("prompt") is None:
-        return extract_prompt(row)
-    repeats = is_conversational({"prompt": row["chosen"]}) and not is_conversational({"prompt": row["prompt"]})
-    return extract_prompt(row) if repeats else dict(row)
 
 
 def _bordered(ids: np.ndarray, weights: np.ndarray) -> Tokens:
@@ -290,9 +284,7 @@ def _nothing(state: int) -> tuple[tuple[Tokens, Tokens], _Counts]:
 
 def _values(row: Mapping[str, Any]) -> list[list[float]]:
     """[2][3]: the numbers `VALUES` names, of chosen and rejected."""
-    margin, weight = _number(row, "margin", 0.0), _number(row, "weight", 1.0)
-    if weight < 0:
-        raise DataError(f"column 'weight' is {weight}; a weight cannot be negative.")
+    margin, weight = _number(row, "margin", 0.0), row_weight(row)
     return [[margin, weight, _number(row, f"ref_{side}_logps", math.nan)] for side in _SIDES]
 
 
