@@ -102,6 +102,11 @@ class TokenBatch:
     def num_sequences(self) -> int:
         return len(self.leaf)
 
+    @property
+    def num_units(self) -> int:
+        """Pairs or groups; sequences where each is its own."""
+        return len(set(self.unit)) if self.unit else self.num_sequences
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenBatch:
         return _map_tensors(self, lambda t: t.to(device, non_blocking=non_blocking))
 

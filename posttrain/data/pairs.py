@@ -16,14 +16,15 @@ from posttrain.data.drafts import row_weight
 from posttrain.data.encode import Draft, Encoder
 from posttrain.data.formats import maybe_convert_to_chatml, refuse_images
 from posttrain.data.preference import maybe_extract_prompt
-from posttrain.data.rows import STREAM_BATCH, at_row, completion_draft, in_memory
-from posttrain.errors import DataError, EmptyDataError
+from posttrain.data.rows import at_row, completion_draft, in_memory
+from posttrain.errors import ConfigError, DataError, EmptyDataError
 
 VALUES = ("margin", "weight", "reference")
 """What comes with a sequence: the margin and the weight of its pair, and the log-probability of its response under the
 reference, NaN where it is not known."""
 
 TOKENIZED = ("prompt_ids", "chosen_ids", "rejected_ids")
+_REFERENCES = ("ref_chosen_logps", "ref_rejected_logps")
 _KEPT, _EMPTY, _EQUAL = 0, 1, 2
 
 
@@ -33,6 +34,8 @@ class PairOptions:
 
     max_length: int | None = 1024
     truncation_mode: str = "keep_start"
+    margins: str = ""  # why the column `margin` would have no effect
+    references: str = ""  # and the log-probabilities under a reference
 
 
 @dataclass
@@ -48,6 +51,7 @@ class PairReport:
     responses_cut: int = 0
     tokens_cut: int = 0
     tokens: int = 0
+    references: bool = False  # the rows bring log-probabilities under a reference
 
     def add(self, counts: Sequence[_Counts]) -> None:
         for count in counts:
@@ -72,6 +76,8 @@ class PairReport:
             parts.append(
                 f"{self.prompts_cut} prompts and {self.responses_cut} responses cut, {self.tokens_cut} tokens lost"
             )
+        if self.references:
+            parts.append("reference log-probabilities are the rows' own")
         return "; ".join(parts)
 
 
@@ -102,33 +108,37 @@ def prepare_pairs(
     `source` (the row it came from), and the report.
 
     Rows are `chosen` and `rejected` with or without `prompt`, as text or chats, or token ids (`prompt_ids`,
-    `chosen_ids`, `rejected_ids`); `margin`, `sample_weight`, `ref_chosen_logps` and `ref_rejected_logps` are read where they
-    are. A list of mappings is taken as a data set, a stream stays one.
+    `chosen_ids`, `rejected_ids`); `margin`, `sample_weight`, and together `ref_chosen_logps` and `ref_rejected_logps`
+    are read where they are. A list of mappings is taken as a data set.
 
     e.g. {"prompt": "2+2=", "chosen": "4", "rejected": "5"} -> the ids of "2+2=4<eos>" and of "2+2=5<eos>"
-    Raises `DataError` naming row, column and fix, and `EmptyDataError` when no pair is left.
+    Raises `DataError` naming row, column and fix, `ConfigError` for a stream and for columns that the options say have
+    no effect, and `EmptyDataError` when no pair is left.
     """
     from datasets import IterableDataset
 
+    if isinstance(dataset, IterableDataset):
+        raise ConfigError(
+            f"the {name} set is a stream, and pairs are not streamed yet; read it whole (`dataset_streaming` off), or "
+            "take(n) rows into a Dataset."
+        )
     if isinstance(dataset, list):
         dataset = in_memory(dataset, name)
     first = next(iter(dataset), None)
     if first is None:
         raise EmptyDataError(f"The {name} set has no rows; check the file, the split and any filter.")
     columns = list(dict.fromkeys([*(dataset.column_names or ()), *first]))
-    _check_columns(columns, name)
-    report = PairReport(name)
-    streaming = isinstance(dataset, IterableDataset)
-    prepare = _Preparer(tokenizer, options, name, report if streaming else None)
-    arguments: dict[str, Any] = {
-        "batched": True,
-        "with_indices": True,
-        "remove_columns": columns,
-        "features": _features(counted=not streaming),
-    }
-    if streaming:
-        return dataset.map(prepare, batch_size=STREAM_BATCH, **arguments), report
-    prepared = dataset.map(prepare, num_proc=num_proc, desc=f"Preparing the {name} set", **arguments)
+    _check_columns(columns, options, name)
+    report = PairReport(name, references=_REFERENCES[0] in columns)
+    prepared = dataset.map(
+        _Preparer(tokenizer, options, name),
+        batched=True,
+        with_indices=True,
+        remove_columns=columns,
+        features=_features(counted=True),
+        num_proc=num_proc,
+        desc=f"Preparing the {name} set",
+    )
     counted = (np.asarray(prepared.data.column(field)).tolist() for field in _Counts._fields)
     report.add([_Counts(*row) for row in zip(*counted, strict=True)])
     if not report.rows_kept:
@@ -139,7 +149,14 @@ def prepare_pairs(
     if report.rows_kept < report.rows_in:
         states = np.asarray(prepared.data.column("state"))
         prepared = prepared.select(np.flatnonzero(states == _KEPT))
-    return prepared.map(_apart, batched=True, remove_columns=prepared.column_names, features=_features(False)), report
+    apart = prepared.map(
+        _apart,
+        batched=True,
+        remove_columns=prepared.column_names,
+        features=_features(False),
+        desc=f"Laying out the {name} set",
+    )
+    return apart, report
 
 
 def _apart(batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
@@ -148,7 +165,13 @@ def _apart(batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
     return {**out, "source": [source for source in batch["source"] for _ in _SIDES]}
 
 
-def _check_columns(columns: Sequence[str], name: str) -> None:
+def _check_columns(columns: Sequence[str], options: PairOptions, name: str) -> None:
+    ignored = {"margin": options.margins, **dict.fromkeys(_REFERENCES, options.references)}
+    for column, why in ignored.items():
+        if column in columns and why:
+            raise ConfigError(f"The {name} set has the column {column!r}, and {why}; remove the column.")
+    if len({*columns} & {*_REFERENCES}) == 1:
+        raise DataError(f"The {name} set has one of the columns {list(_REFERENCES)}; give both, or none.")
     if set(TOKENIZED) <= set(columns) or {"chosen", "rejected"} <= set(columns):
         return
     raise DataError(
@@ -170,8 +193,8 @@ def _features(counted: bool) -> Any:
 class _Preparer:
     """A batch of rows → a batch of pairs. Final; a class so that it can be sent to other processes."""
 
-    def __init__(self, tokenizer: Any, options: PairOptions, name: str, report: PairReport | None) -> None:
-        self.encoder, self.options, self.name, self.report = Encoder(tokenizer), options, name, report
+    def __init__(self, tokenizer: Any, options: PairOptions, name: str) -> None:
+        self.encoder, self.options, self.name = Encoder(tokenizer), options, name
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
         rows = [{column: values[at] for column, values in batch.items()} for at in range(len(indices))]
@@ -180,20 +203,15 @@ class _Preparer:
         cut, counts = [], []
         for pair in found:
             both, count = cut_pair(pair, self.options)
-            cut.append(both), counts.append(count)
+            cut.append(both)
+            counts.append(count)
         out: dict[str, list[Any]] = {
             "input_ids": [[x.ids for x in pair] for pair in cut],
             "weights": [[x.weights for x in pair] for pair in cut],
             "values": values,
             "source": list(indices),
         }
-        if self.report is None:
-            return {**out, **{name: [getattr(count, name) for count in counts] for name in _Counts._fields}}
-        self.report.add(counts)
-        for name in ("input_ids", "weights"):
-            out[name] = [[x.tolist() for x in pair] for pair in out[name]]
-        kept = {k: [v for v, c in zip(vs, counts, strict=True) if c.state == _KEPT] for k, vs in out.items()}
-        return _apart(kept)
+        return {**out, **{name: [getattr(count, name) for count in counts] for name in _Counts._fields}}
 
     def _encode(self, rows: list[dict[str, Any]], indices: Sequence[int]) -> list[tuple[Tokens, Tokens]]:
         if all(rows[0].get(name) is not None for name in TOKENIZED):
@@ -211,7 +229,8 @@ class _Preparer:
         # A column that other rows fill is None here.
         row |= maybe_extract_prompt({k: row[k] for k in ("prompt", *_SIDES) if row.get(k) is not None})
         shared = {k: row[k] for k in ("prompt", "tools", "chat_template_kwargs") if row.get(k) is not None}
-        chosen, rejected = (completion_draft(self.encoder, shared | {"completion": row[x]}, True, False) for x in _SIDES)
+        rows = (shared | {"completion": row[side]} for side in _SIDES)
+        chosen, rejected = (completion_draft(self.encoder, each, True, False) for each in rows)
         return chosen, rejected
 
 

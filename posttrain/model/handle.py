@@ -40,6 +40,13 @@ class Reference(abc.ABC):
     def move(self, policy: nn.Module, alpha: float) -> None:
         """reference ← (1 − α) reference + α policy (TR-DPO, arXiv 2404.09656, eq. 5)."""
 
+    def tensors(self) -> dict[str, Tensor]:
+        """What `move` changes, for a checkpoint."""
+        return {}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:  # noqa: B027  most have nothing to restore
+        """Put back what `tensors` gave."""
+
     @abc.abstractmethod
     def identity(self, policy: nn.Module) -> str:
         """A hash (XXH3) of the weights."""
@@ -60,6 +67,12 @@ class FrozenReference(Reference):
 
     def move(self, policy: nn.Module, alpha: float) -> None:
         mix_into(self.model, policy, alpha)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.model.state_dict()
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        self.model.load_state_dict(tensors)
 
     def identity(self, policy: nn.Module) -> str:
         return hash_weights(self.model.state_dict())
@@ -117,6 +130,12 @@ class StartingWeights(Reference):
             if name in self._start:
                 self._start[name].lerp_(whole(parameter.detach()).cpu().float(), alpha)
 
+    def tensors(self) -> dict[str, Tensor]:
+        return self._start
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        self._start = dict(tensors)
+
     def identity(self, policy: nn.Module) -> str:
         frozen = {name: p for name, p in self._model.named_parameters() if name not in self._start}
         return hash_weights({**frozen, **self._start})
@@ -125,10 +144,13 @@ class StartingWeights(Reference):
 def starting_reference(policy: Any, moves: bool = False) -> Reference | None:
     """The handle that needs no second model, for a policy under an adapter; None for one trained in full.
 
-    An adapter that adds nothing yet, beside which nothing is trained, has its base for a reference.
+    An adapter that adds nothing yet, beside which nothing is trained, has its base for a reference. Raises
+    `ConfigError` for an adapter that ZeRO-3 has partitioned: whether it adds something cannot be seen.
     """
     if not is_adapted(policy):
         return None
+    if any(getattr(p, "ds_id", None) is not None for p in policy.parameters() if p.requires_grad):
+        raise ConfigError("an adapter beside its reference is not supported under ZeRO-3; use ZeRO-2 or FSDP2.")
     return StartingWeights(policy) if moves or not _adds_nothing(policy) else WithoutAdapter(policy)
 
 

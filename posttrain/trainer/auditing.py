@@ -32,7 +32,8 @@ def audit_at_start(
     kwargs = parse_kwargs(first.get("chat_template_kwargs"))
     audit = audit_template(tokenizer, generation_config=_generation_config(model), template_kwargs=kwargs)
     say(audit.text(only_doubts=True))
-    if not getattr(args, "assistant_only_loss", True):
+    # Where rows are pairs, whole responses are trained.
+    if not getattr(args, "assistant_only_loss", False):
         accepted |= {"turns"}  # the whole text is trained: where the turns lie does not matter
     failed = [check for check in audit.failed if check.name not in accepted]
     if failed and policy == "error":

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
 
-from posttrain.data.pairs import PairOptions, prepare_pairs
+from posttrain.data.pairs import prepare_pairs
 from posttrain.data.sampling import Collator, RowItems
 from posttrain.errors import ConfigError
 from posttrain.loss.preference import mix
@@ -20,15 +21,27 @@ from posttrain.trainer.config import BaseConfig, load_options
 from posttrain.trainer.engine import Engine
 from posttrain.trainer.loading import pair_items
 from posttrain.trainer.opening import config_of, open_run, refuse_given
-from posttrain.trainer.pairs import PairExperience, PairLossFields, matched, pair_metrics, pairs_of, with_tail_weights
+from posttrain.trainer.options import check_references, pair_options
+from posttrain.trainer.pairs import (
+    PairExperience,
+    PairLossFields,
+    RunningMean,
+    matched,
+    pair_metrics,
+    pairs_of,
+    with_tail_weights,
+)
 from posttrain.trainer.references import (
     MovingReference,
     choose_reference,
+    compare_with_start,
     pair_values,
-    precompute,
+    precompute_all,
     reference_sums,
     scored_sums,
 )
+from posttrain.trainer.run_record import summarize
+from posttrain.trainer.selfcheck import SelfCheck
 from posttrain.types import LossOutput, ScoreRequest, TokenBatch
 
 
@@ -64,17 +77,7 @@ class DPOConfig(PairLossFields, BaseConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_losses()
-        if self.max_length is not None and self.max_length < 2:
-            raise ConfigError(
-                f"`max_length` is {self.max_length}; a response needs one token before it: set 2 or more."
-            )
-        if self.sync_ref_model and self.precompute_ref_log_probs:
-            raise ConfigError(
-                "`sync_ref_model` and `precompute_ref_log_probs` are both on: a reference that moves is not found once."
-            )
-        for name in ("sync_ref_model", "precompute_ref_log_probs"):
-            if getattr(self, name) and not self.compares:
-                raise ConfigError(f"`{name}` is on, and {self.loss_type} compares with no reference; leave it out.")
+        check_references(self)
 
 
 @final
@@ -100,21 +103,28 @@ class DPOTrainer(Engine):
         compute_metrics: Callable[..., dict[str, float]] | None = None,
         callbacks: list[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, Any] | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
         quantization_config: Any = None,
         peft_config: Any = None,
     ) -> None:
         args = config_of(args, DPOConfig)
-        refuse_given(data_collator=data_collator, compute_metrics=compute_metrics)
-        self._config: DPOConfig = args
+        refuse_given(
+            data_collator=data_collator,
+            compute_metrics=compute_metrics,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
+        if ref_model is not None and not args.compares:
+            raise ConfigError(f"`ref_model` is given, and {args.loss_type} compares with no reference; leave it out.")
+        self._config = args
+        self.given_reference = ref_model is not None  # by the user: it may be another model than the start
         run = open_run(
             args, model, processing_class, train_dataset, eval_dataset, self._items, peft_config, quantization_config
         )
         self.layout = run.layout
         self.reference = None
-        if self._config.compares:
+        if args.compares:
             self.reference = choose_reference(run.model, model, ref_model, load_options(args), args.sync_ref_model)
-        elif ref_model is not None:
-            raise ConfigError(f"`ref_model` is given, and {args.loss_type} compares with no reference; leave it out.")
         super().__init__(
             run.model,
             args,
@@ -122,66 +132,65 @@ class DPOTrainer(Engine):
             train_dataset=run.train_items,
             eval_dataset=run.eval_items,
             processing_class=run.tokenizer,
-            callbacks=callbacks,
+            callbacks=[*run.audits, *(callbacks or [])],
             optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
+        self.delta = RunningMean()
+        if args.needs("delta"):
+            self.add_callback(self.delta)
+        self.more_self_checks = [SelfCheck("reference", partial(compare_with_start, self))]
         if self.reference is not None:
             self.reference.prepare(self.accelerator)
             if args.sync_ref_model:
-                self.add_callback(MovingReference(self.reference))
+                self.add_callback(MovingReference(self.reference, self.model))
         if args.precompute_ref_log_probs:
-            self._precompute(args.precompute_ref_batch_size or args.per_device_eval_batch_size)
+            precompute_all(self, args.precompute_ref_batch_size or args.per_device_eval_batch_size)
 
     # ---- rows → items ------------------------------------------------------------------------------------------------
 
     def _items(self, tokenizer: Any, dataset: Any, name: str) -> RowItems:
-        options = PairOptions(self._config.max_length, self._config.truncation_mode)
-        rows, report = prepare_pairs(dataset, tokenizer, options, self._config.dataset_num_proc, name)
+        config = self._config
+        rows, report = prepare_pairs(dataset, tokenizer, pair_options(config), config.dataset_num_proc, name)
         say(report.summary())
-        return pair_items(rows)
+        self.given_reference = self.given_reference or report.references
+        items = pair_items(rows)
+        self.data_summary = {**self.data_summary, name: summarize(report, items, None)}
+        return items
 
     def eval_items(self, dataset: Any, name: str = "eval") -> RowItems:
         return self._items(self.processing_class, dataset, name)
-
-    def _precompute(self, batch_size: int) -> None:
-        """Score the reference now, and let it go."""
-        model, reference = self._evaluation_model(None), self.reference
-        assert reference is not None and model is not None
-        if self.train_dataset is not None:
-            self.train_dataset = precompute(self, self.train_dataset, reference, batch_size, "train")
-        if isinstance(self.eval_dataset, dict):
-            sets = self.eval_dataset.items()
-            self.eval_dataset = {n: precompute(self, items, reference, batch_size, n) for n, items in sets}
-        elif self.eval_dataset is not None:
-            self.eval_dataset = precompute(self, self.eval_dataset, reference, batch_size, "eval")
-        self.reference = None
 
     # ---- the method --------------------------------------------------------------------------------------------------
 
     def experience(self, window: list[TokenBatch]) -> list[PairExperience]:
         config, policy = self._config, self.model_wrapped
-        place = config.device, config.max_tokens_per_forward
+        place = self.args.device, config.max_tokens_per_forward
         found = []
         for batch in (with_tail_weights(each, config.ld_alpha) for each in window):
             zeros = torch.zeros(batch.num_sequences)
             sums = reference_sums(self.reference, policy, batch, *place) if config.compares else zeros
             found.append(PairExperience(batch, sums, partner=zeros, side_partner=zeros))
-        if config.needs("partners"):
+        partners, learns = config.needs("partners"), config.needs("delta") and self.window.training
+        if partners or learns:
             own = [scored_sums(lambda piece: score_tokens(policy, piece), exp.batch, *place) for exp in found]
-            return matched(found, own, config.compares)
-        return found
+            if learns:
+                rewards = [config.beta * (sums - exp.reference) for sums, exp in zip(own, found, strict=True)]
+                self.delta.add(torch.cat(rewards), self.args.device)
+            found = matched(found, own, config.compares) if partners else found
+        return [replace(exp, delta=self.delta.value) for exp in found]
 
     def unit(self, exp: PairExperience) -> Tensor:
         return pair_values(exp.batch, "weight").sum()
 
     def loss_step(self, model: Any, exp: PairExperience) -> LossOutput:
         config, batch = self._config, exp.batch
-        request = ScoreRequest(entropy=self.measuring, aux_loss=self.balancing)
+        request = ScoreRequest(entropy=self.measuring, log_collision=config.use_weighting, aux_loss=self.balancing)
         scores = model(token_batch=batch, score_request=request)
         pairs = pairs_of(scores.logps, exp, pair_values(batch, "margin"), config.compares)
         weights = pair_values(batch, "weight")
-        if config.use_weighting:
-            likely = wpo_weights(scores.logps, scores.entropy, batch.sequence, batch.num_sequences)
+        if scores.log_collision is not None:
+            likely = wpo_weights(scores.logps, scores.log_collision, batch.sequence, batch.num_sequences)
             weights = weights * wpo_pair_weights(*likely.view(-1, 2).unbind(1))
         losses, each = mix(config.loss_type, pairs, config.options(), config.loss_weights, weights)
         metrics = pair_metrics(pairs, config.beta, each if len(each) > 1 else {}, scores.entropy)

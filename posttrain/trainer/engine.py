@@ -136,7 +136,7 @@ class Engine(Trainer, abc.ABC):
         window = [inputs["batch"] for inputs in (next(epoch_iterator, None) for _ in range(num_batches)) if inputs]
         window += [build_forest([])] * (num_batches - len(window))
         sources = tuple(s for batch in window for s in batch.source)
-        self._set_window(measure=next_step_logs(self.args, self.state), sources=sources)
+        self._set_window(measure=next_step_logs(self.args, self.state), sources=sources, training=True)
         micro = self.pieces(window, device)
         mine = sum((self.unit(e) for m in micro for e in m), torch.zeros(())).double()
         counts = torch.stack([mine, *tokens_and_sequences(window)])

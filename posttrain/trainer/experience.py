@@ -44,6 +44,7 @@ class Window:
     sequences: float = 0.0
     sources: tuple[int, ...] = ()  # rows of the data set on this rank
     measure: bool = False  # whether this step logs
+    training: bool = False  # and not of an evaluation
 
 
 def tokens_and_sequences(window: list[TokenBatch]) -> Tensor:

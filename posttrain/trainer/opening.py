@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from posttrain.data.tokenizer import new_tokens, set_up_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.model.load import check_model_source, embedding_rows, learned_positions, load_tokenizer, prepare_model
+from posttrain.trainer.auditing import audit_at_start
 from posttrain.trainer.config import BaseConfig, load_options, share_prefixes
 from posttrain.trainer.loading import check_ids
 from posttrain.trainer.randomness import seeded
@@ -26,6 +27,7 @@ class Opened:
     share: bool  # whether common prefixes are computed once
     train_items: Any
     eval_items: Any
+    audits: list[Any]  # the callback that keeps the audit of the chat template, where one was made
 
 
 def open_run(
@@ -37,6 +39,7 @@ def open_run(
     items: Callable[[Any, Any, str], Any],
     peft_config: Any = None,
     quantization_config: Any = None,
+    formatting_func: Callable[[dict[str, Any]], Any] | None = None,
 ) -> Opened:
     """Check, read and load, the cheap things first. `items(tokenizer, rows, name)` prepares a set.
 
@@ -46,6 +49,7 @@ def open_run(
     tokenizer = processing_class or load_tokenizer(model, load_options(args))
     fields = (getattr(args, name, None) for name in ("eos_token", "pad_token", "chat_template_path"))
     ours = set_up_tokenizer(tokenizer, *fields)
+    audits = audit_at_start(ours, args, model, formatting_func, train_dataset, eval_dataset)
     train_items = None if train_dataset is None else items(ours, train_dataset, "train")
     eval_items = None
     if isinstance(eval_dataset, dict):
@@ -59,7 +63,8 @@ def open_run(
     limits = embedding_rows(prepared), learned_positions(prepared)
     for each in (train_items, *(eval_items.values() if isinstance(eval_items, dict) else [eval_items])):
         check_ids(each, *limits)
-    return Opened(prepared.model, ours, prepared.layout, share_prefixes(args, prepared), train_items, eval_items)
+    share = share_prefixes(args, prepared)
+    return Opened(prepared.model, ours, prepared.layout, share, train_items, eval_items, audits)
 
 
 def config_of(args: Any, kind: type[Config]) -> Config:

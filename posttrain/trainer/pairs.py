@@ -5,18 +5,22 @@ Letters: N read-outs, S sequences, P pairs; sequences 2k and 2k + 1 are the chos
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from posttrain.errors import ConfigError
 from posttrain.loss.fdivergence import FDivergence
 from posttrain.loss.preference import PREFERENCE, Options, Pairs, aot_partners, check_options
 from posttrain.loss.reduce import sequence_lengths, sequence_sums
 from posttrain.loss.reweight import ld_weights
-from posttrain.parallel.ranks import gather_objects, rank
+from posttrain.parallel.ranks import all_sum, gather_objects, rank
 from posttrain.trainer.experience import Experience
 from posttrain.types import Mean, TokenBatch
 
@@ -25,7 +29,7 @@ from posttrain.types import Mean, TokenBatch
 class PairLossFields:
     """Fields of the losses of `posttrain.loss.preference`."""
 
-    loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])
+    loss_type: list[str] | str = field(default_factory=lambda: ["sigmoid"])
     """One loss, or several that are mixed; docs/dpo.md lists them."""
     loss_weights: list[float] | None = None
     """Weight of each loss of a mix. Unset: 1 each."""
@@ -50,16 +54,30 @@ class PairLossFields:
     use_weighting: bool = False
     """WPO: weigh a pair by how likely the policy is to write it."""
 
-    def check_losses(self) -> None:
-        """Raise `ConfigError` for losses and constants that do not go together."""
+    def check_losses(self, given: Iterable[str] = ()) -> None:
+        """Raise `ConfigError` for losses and constants that do not go together, and for a constant that none of the
+        losses reads: one that is in `given` or differs from its default."""
         if isinstance(self.loss_type, str):
             self.loss_type = [self.loss_type]
-        check_options(self.loss_type, self.options())
+        if not self.loss_type:
+            raise ConfigError("`loss_type` is empty; name a loss, such as sigmoid.")
+        repeated = [name for at, name in enumerate(self.loss_type) if name in self.loss_type[:at]]
+        if repeated:
+            raise ConfigError(f"`loss_type` names {repeated[0]!r} twice; give it one weight in `loss_weights`.")
+        check_options(self.loss_type, self.options(), given)
+        third = [name for name in self.loss_type if PREFERENCE[name].third]
+        if third:
+            raise ConfigError(
+                f"`loss_type` {third[0]!r} learns from a third response, and rows here are pairs; use 'cpo', or mix "
+                "'sigmoid' with 'sft'."
+            )
         weights = self.loss_weights
         if weights is not None and len(weights) != len(self.loss_type):
             raise ConfigError(
                 f"`loss_weights` has {len(weights)} weights, and `loss_type` {len(self.loss_type)} losses."
             )
+        if weights is not None and not all(math.isfinite(weight) for weight in weights):
+            raise ConfigError(f"`loss_weights` is {weights}; weights are finite numbers.")
         if self.ld_alpha is not None and not 0 <= self.ld_alpha <= 1:
             raise ConfigError(f"`ld_alpha` is {self.ld_alpha}; it must be between 0 and 1.")
 
@@ -71,6 +89,12 @@ class PairLossFields:
     def compares(self) -> bool:
         """Whether one of the losses reads a reference."""
         return any(PREFERENCE[name].reference for name in self.loss_type)
+
+    @property
+    def margins_ignored(self) -> str:
+        """Why the column `margin` would have no effect; empty where a loss reads it."""
+        reads = any(PREFERENCE[name].margin for name in self.loss_type)
+        return "" if reads else f"`loss_type` {', '.join(self.loss_type)} reads none"
 
     def options(self) -> Options:
         """The constants of the losses."""
@@ -144,17 +168,43 @@ def matched(found: list[PairExperience], policy: list[Tensor], compared: bool) -
     return [replace(exp, partner=one, side_partner=other) for exp, one, other in parts]
 
 
+class RunningMean(TrainerCallback, ExportableState):
+    """The mean of all values so far, over all ranks: BCO's δ (arXiv 2404.04656, section 3.3). Checkpoints keep it."""
+
+    def __init__(self, total: float = 0.0, count: float = 0.0) -> None:
+        self.total, self.count = total, count
+
+    @property
+    def value(self) -> float:
+        """0 before the first value."""
+        return self.total / max(self.count, 1.0)
+
+    def add(self, values: Tensor, device: torch.device) -> None:
+        """Values of this rank; every rank calls it."""
+        mine = torch.tensor([float(values.double().sum()), float(len(values))], dtype=torch.float64)
+        total, count = all_sum(mine.to(device)).tolist()
+        self.total, self.count = self.total + total, self.count + count
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"total": self.total, "count": self.count}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        saved = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
+        found = saved["attributes"] if saved else {"total": 0.0, "count": 0.0}
+        self.total, self.count = found["total"], found["count"]
+
+
 def pair_metrics(pairs: Pairs, beta: float, losses: dict[str, Tensor], entropy: Tensor | None) -> dict[str, Mean]:
     """Means over pairs; of the entropy, over tokens."""
-    c, r = (beta * x.detach() for x in pairs.log_ratios())
+    c, r = (beta * x for x in pairs.log_ratios())
     count = float(len(c))
     found = {
         "rewards/chosen": c,
         "rewards/rejected": r,
         "rewards/margins": c - r,
         "rewards/accuracies": (c > r).float(),
-        "logps/chosen": pairs.chosen.detach(),
-        "logps/rejected": pairs.rejected.detach(),
+        "logps/chosen": pairs.chosen,
+        "logps/rejected": pairs.rejected,
         "lengths/chosen": pairs.chosen_tokens.float(),
         "lengths/rejected": pairs.rejected_tokens.float(),
         **{f"loss/{name}": loss for name, loss in losses.items()},

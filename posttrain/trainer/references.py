@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 import xxhash
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from posttrain.data.forest import build_forest, select, split_sequences
@@ -25,9 +27,13 @@ from posttrain.model.handle import FrozenReference, Reference, starting_referenc
 from posttrain.model.load import LoadOptions, base_model, prepare_model
 from posttrain.model.reference import create_reference_model
 from posttrain.parallel.ranks import all_max, barrier, gather_objects, rank, say, world_size
+from posttrain.trainer.experience import Experience
+from posttrain.trainer.pairs import with_tail_weights
+from posttrain.trainer.selfcheck import tolerance
 from posttrain.types import TokenBatch
 
 logger = logging.getLogger(__name__)
+_MOVED_FILE = "reference.pt"
 
 
 def pair_values(batch: TokenBatch, name: str) -> Tensor:
@@ -61,8 +67,13 @@ def choose_reference(policy: Any, source: Any, ref_model: Any, options: LoadOpti
         )
     if handle is not None:
         return handle
-    # By name a second time, where there is one: under ZeRO-3 a copy of the policy would hold nothing.
-    other = source if ref_model is None and isinstance(source, str) else ref_model
+    # By name a second time under ZeRO-3, where a copy of the policy would hold nothing.
+    partitioned = any(getattr(p, "ds_id", None) is not None for p in policy.parameters())
+    other = source if ref_model is None and isinstance(source, str) and partitioned else ref_model
+    if other is None and partitioned:
+        raise ConfigError(
+            "under ZeRO-3 a model given as an object cannot be copied for the reference; give its name, or `ref_model`."
+        )
     return FrozenReference(create_reference_model(policy) if other is None else prepare_model(other, options).model)
 
 
@@ -101,20 +112,42 @@ def scored_sums(
 # ---- found once ------------------------------------------------------------------------------------------------------
 
 
-def precompute(trainer: Any, items: RowItems, reference: Reference, batch_size: int, name: str) -> RowItems:
+def precompute_all(trainer: Any, batch_size: int) -> None:
+    """Score a trainer's reference on its data sets now, and let it go where it is a second model."""
+    reference, ld_alpha = trainer.reference, trainer.args.ld_alpha
+    trainer._evaluation_model(None)  # a model is placed on its ranks once
+
+    def found(items: RowItems | None, name: str) -> RowItems | None:
+        return items and precompute(trainer, items, reference, ld_alpha, batch_size, name)
+
+    trainer.train_dataset, sets = found(trainer.train_dataset, "train"), trainer.eval_dataset
+    several = isinstance(sets, dict)
+    trainer.eval_dataset = {name: found(sets[name], name) for name in sets} if several else found(sets, "eval")
+    if isinstance(reference, FrozenReference):
+        trainer.reference = None
+
+
+def precompute(
+    trainer: Any, items: RowItems, reference: Reference, ld_alpha: float | None, batch_size: int, name: str
+) -> RowItems:
     """The same items, each row's values holding its log-probability under the reference.
 
-    What was found before for the same model, precision and tokens is read from a file of the cache; order and number
-    of rows do not matter. Every rank scores its part; rank 0 writes.
+    What was found before for the same weights, precision, `ld_alpha` and tokens is read from a file of the cache; order
+    and number of rows do not matter. Every rank scores its part; rank 0 writes. Raises `ConfigError` under ZeRO-3.
     """
+    if any(getattr(p, "ds_id", None) is not None for p in trainer.model.parameters()):
+        raise ConfigError(
+            "`precompute_ref_log_probs` is not supported under ZeRO-3, whose partitioned weights cannot be told apart; "
+            "use FSDP2, or turn it off."
+        )
     keys = row_keys(items.rows)
-    file = cache_folder() / f"{_identity(trainer, reference)}.npz"
+    file = cache_folder() / f"{_identity(trainer, reference, ld_alpha)}.npz"
     known = _read(file)
     missing = [row for row in range(0, len(keys), 2) if not {keys[row], keys[row + 1]} <= known.keys()]
     total = len(keys) // 2
     say(f"{name}: reference log-probabilities of {total - len(missing)} of {total} pairs were found in {file}")
     if missing:
-        known |= _score(trainer, items, reference, missing, keys, batch_size)
+        known |= _score(trainer, items, reference, ld_alpha, missing, keys, batch_size)
         if rank() == 0:
             _write(file, known)
         barrier()
@@ -125,26 +158,33 @@ def precompute(trainer: Any, items: RowItems, reference: Reference, batch_size: 
     return RowItems(rows, items.bins)
 
 
-def _identity(trainer: Any, reference: Reference) -> str:
+def _identity(trainer: Any, reference: Reference, ld_alpha: float | None) -> str:
     """A hash of everything but the tokens that the numbers follow from."""
     config = base_model(trainer.model).config.to_dict()
     passing = ("_name_or_path", "transformers_version", "use_cache")
     parts = {name: value for name, value in config.items() if name not in passing}
     precision = trainer.accelerator.mixed_precision
-    digest = xxhash.xxh3_128(json.dumps([parts, precision, trainer.layout], sort_keys=True, default=str).encode())
+    known = [parts, precision, trainer.layout, ld_alpha]
+    digest = xxhash.xxh3_128(json.dumps(known, sort_keys=True, default=str).encode())
     digest.update(reference.identity(trainer.model).encode())
     return digest.hexdigest()
 
 
 def _score(
-    trainer: Any, items: RowItems, reference: Reference, missing: list[int], keys: list[int], batch_size: int
+    trainer: Any,
+    items: RowItems,
+    reference: Reference,
+    ld_alpha: float | None,
+    missing: list[int],
+    keys: list[int],
+    batch_size: int,
 ) -> dict[int, float]:
     """{key of a row: log-probability} of the pairs whose first rows are given, from all ranks."""
     args, found = trainer.args, {}
     # As every evaluation deals out its rows: the last micro-batches may be empty, and every rank has as many.
     for some in WindowSampler(len(missing), batch_size, 1, world_size(), rank()):
         pairs = [items[missing[i] // 2] for i in some]
-        batch = trainer.collator(pairs)["batch"]
+        batch = with_tail_weights(trainer.collator(pairs)["batch"], ld_alpha)
         with torch.no_grad():
             sums = reference_sums(reference, trainer.model_wrapped, batch, args.device, args.max_tokens_per_forward)
         rows = [missing[i] + side for i in some for side in (0, 1)]
@@ -194,15 +234,61 @@ def _write(file: Path, known: dict[int, float]) -> None:
     os.replace(temporary.name, file)
 
 
-# ---- moved -----------------------------------------------------------------------------------------------------------
+# ---- moved, and checked ----------------------------------------------------------------------------------------------
 
 
 class MovingReference(TrainerCallback):
-    """Lets a trainer's reference follow its policy, every `ref_model_sync_steps` steps (TR-DPO, arXiv 2404.09656)."""
+    """Lets a reference follow the policy, every `ref_model_sync_steps` steps (TR-DPO, arXiv 2404.09656). Checkpoints
+    keep it. Raises `ConfigError` where weights are sharded, by FSDP2 or ZeRO-3."""
 
-    def __init__(self, reference: Reference) -> None:
+    def __init__(self, reference: Reference, model: Any) -> None:
+        held = [*model.parameters(), *reference.tensors().values()]
+        if any(isinstance(p, DTensor) or getattr(p, "ds_id", None) is not None for p in held):
+            raise ConfigError("`sync_ref_model` does not work on sharded weights (FSDP2, ZeRO-3); use ZeRO-2 or DDP.")
         self._reference = reference
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if not state.global_step:
+            return
+        file = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / _MOVED_FILE
+        if not file.is_file():
+            raise ConfigError(
+                f"`sync_ref_model` is on and there is no {file}: the reference at that step is not known. Resume from "
+                "a checkpoint of `output_dir`, or start again."
+            )
+        self._reference.restore(torch.load(file, map_location="cpu", weights_only=True))
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.global_step % args.ref_model_sync_steps == 0:
             self._reference.move(kwargs["model"], args.ref_model_mixup_alpha)
+
+    def write_state(self, folder: Path) -> None:
+        """Into a checkpoint, while it is written."""
+        torch.save(self._reference.tensors(), folder / _MOVED_FILE)
+
+
+def compare_with_start(trainer: Any, chosen: Sequence[Experience]) -> tuple[str, str]:
+    """The self-check "reference": before the first step the policy is its own reference, so rewards are 0, and DPO's
+    loss is ln 2 where nothing is mixed with it and no pair has a margin."""
+    args = trainer.args
+    if not args.compares or trainer.given_reference:
+        return "skip", "the reference is another model" if args.compares else "the loss compares with no reference"
+    if trainer.state.global_step or not chosen:
+        return "skip", "the run goes on from a checkpoint" if trainer.state.global_step else "no pair is short enough"
+    off, losses, tokens = 0.0, [], 0.0
+    for exp in chosen:
+        found = trainer.loss_step(trainer.model_wrapped, exp.to(args.device))
+        losses.append(float(found.total) / float(trainer.unit(exp)))
+        for side in ("chosen", "rejected"):
+            reward, length = (float(found.metrics[f"{what}/{side}"].total) for what in ("rewards", "lengths"))
+            off, tokens = max(off, abs(reward) / args.beta / length), max(tokens, length)
+    plain = args.loss_type == ["sigmoid"] and args.loss_weights is None and not args.use_weighting
+    plain = plain and not any(bool(pair_values(exp.batch, "margin").any()) for exp in chosen)
+    allowed = tolerance(trainer).logp
+    text = f"a token's log-probability under policy and reference differs by up to {off:.1e} (at most {allowed:.0e})"
+    bad = not off <= allowed
+    if plain:
+        loss = sum(losses) / len(losses)
+        text += f", and the loss is {loss:.6f} (ln 2 = {math.log(2):.6f})"
+        bad = bad or not abs(loss - math.log(2)) <= args.beta * allowed * 2 * tokens
+    return ("fail" if bad else "pass"), text

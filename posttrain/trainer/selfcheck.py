@@ -65,11 +65,12 @@ class Finding:
 class SelfCheck(NamedTuple):
     """A check of a method, beside those all trainers share: put into the trainer's `more_self_checks`.
 
-    run: called with the first experiences of the run, each of one unit; returns its verdict and what it found.
+    run: called in evaluation mode and without gradients, with the first experiences of the run, each of one unit and as
+    many on every rank; returns its verdict and what it found.
     """
 
     name: str
-    run: Callable[[list[Experience]], tuple[str, str]]
+    run: Callable[[Sequence[Any]], tuple[str, str]]
 
 
 class _Checked(Exception):
@@ -153,7 +154,10 @@ def _run(engine: Any, micro: Any, wanted: list[str], extra: dict[str, Any]) -> I
         yield Finding("template", *_template(engine))
     for name, check in extra.items():
         if name in wanted:
-            yield Finding(name, *check(chosen))
+            engine.model_wrapped.eval()
+            with torch.no_grad():
+                found = check(chosen)
+            yield Finding(name, *found)
 
 
 def _chosen(engine: Any, micro: Any) -> list[Experience]:
@@ -187,7 +191,8 @@ def _untouched(engine: Any) -> Iterator[None]:
             module.training = mode
 
 
-def _tolerance(engine: Any) -> Tolerance:
+def tolerance(engine: Any) -> Tolerance:
+    """How far apart numbers of the same rows may lie in the run's precision."""
     half = any(p.dtype in (torch.bfloat16, torch.float16) for p in engine.model.parameters() if p.is_floating_point())
     return HALF if half or engine.args.bf16 or engine.args.fp16 else FULL
 
@@ -279,7 +284,7 @@ def _gradients(engine: Any) -> tuple[dict[str, float | None], Tensor]:
 def _compare(engine: Any, one: _Pass | None, many: _Pass | None, count: int) -> tuple[str, str]:
     if one is None or many is None:
         return "skip", f"the first step has no two rows with targets and at most {TOKENS} tokens together"
-    allowed = _tolerance(engine)
+    allowed = tolerance(engine)
     loss = abs(one.loss - many.loss) / max(abs(one.loss), 1e-6)
     text = f"1 micro-batch of {count} units against {count} of 1: loss {one.loss:.6g} and {many.loss:.6g}"
     bad = not loss <= allowed.loss
@@ -338,7 +343,7 @@ def _forest(engine: Any, chosen: list[Experience]) -> tuple[str, str]:
         together = _logps(engine, build_forest(rows, share=share))
         alone = torch.cat([_logps(engine, build_forest([row])) for row in rows])
     difference = float((together - alone).abs().mean())
-    allowed = _tolerance(engine).logp
+    allowed = tolerance(engine).logp
     text = f"{len(alone)} log-probabilities of two rows side by side differ from each alone by {difference:.1e}"
     return ("pass" if difference <= allowed else "fail"), f"{text} on average (at most {allowed:.0e})"
 
