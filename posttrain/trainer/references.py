@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import tempfile
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,11 @@ def choose_reference(policy: Any, source: Any, ref_model: Any, options: LoadOpti
         raise ConfigError(
             "under ZeRO-3 a model given as an object cannot be copied for the reference; give its name, or `ref_model`."
         )
-    return FrozenReference(create_reference_model(policy) if other is None else prepare_model(other, options).model)
+    if other is None:
+        return FrozenReference(create_reference_model(policy))
+    if isinstance(other, torch.nn.Module):
+        other.requires_grad_(True)  # a frozen one is welcome; loading refuses models that cannot be trained
+    return FrozenReference(prepare_model(other, options).model)
 
 
 def reference_sums(
@@ -84,8 +89,9 @@ def reference_sums(
 
     Raises `ConfigError` where rows bring none and the reference was let go after it had been precomputed.
     """
-    known = None if batch.values is None else batch.values[:, -1]
-    if known is not None and not bool(known.isnan().any()):
+    known = torch.zeros(0) if batch.values is None else batch.values[:, -1]
+    # Together: a rank that scores needs the others where weights are sharded.
+    if not all_max([int(bool(known.isnan().any()))], device)[0]:
         return known
     if reference is None:
         raise ConfigError(
@@ -215,7 +221,7 @@ def _read(file: Path) -> dict[int, float]:
             return dict(zip(held["keys"].tolist(), held["values"].tolist(), strict=True))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, EOFError) as error:
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         logger.warning("%s cannot be read (%s); the reference is scored again", file, error)
         return {}
 
