@@ -244,7 +244,8 @@ def test_moving_reference_goes_on_from_a_checkpoint():
 @pytest.mark.parametrize("loss", [name for name in PREFERENCE if name != "tpo"])
 def test_every_loss_trains_and_accumulates(loss: str):
     """Also those that look at the whole optimizer batch: 1 × 4 = 4 × 1, in pieces."""
-    more = {"label_smoothing": 0.1} if loss == "exo_pair" else {}
+    more: dict[str, Any] = {"label_smoothing": 0.1} if loss == "exo_pair" else {}
+    more["max_steps"] = 2
     one = run(dpo(loss_type=loss, per_device_train_batch_size=4, **more))
     four = run(
         dpo(

@@ -98,7 +98,8 @@ class PairLossFields:
 
     def options(self) -> Options:
         """The constants of the losses."""
-        return Options(**{f.name: getattr(self, f.name) for f in fields(Options) if hasattr(self, f.name)})
+        mine = {f.name for f in fields(self)}
+        return Options(**{f.name: getattr(self, f.name) for f in fields(Options) if f.name in mine})
 
 
 @dataclass(frozen=True)
