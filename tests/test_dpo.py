@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from strategies import STRATEGIES, clean
 from tiny import tiny_model, token_rows
 
 from posttrain import DPOConfig, DPOTrainer
+from posttrain.cli.main import main
 from posttrain.data.pairs import PairOptions, prepare_pairs
 from posttrain.errors import ConfigError, DataError, EmptyDataError, SelfCheckError
 from posttrain.loss.preference import PREFERENCE
@@ -382,3 +384,24 @@ def test_two_ranks_precompute_what_one_does(strategy: str, tmp_path: Path):
     one = uneven(None, per_device_train_batch_size=4)
     for losses in POOL.run(precomputed, strategy=strategy, cache=str(tmp_path)):
         assert losses == pytest.approx(one, rel=1e-4)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    model, data, out = tmp_path / "model", tmp_path / "pairs.jsonl", tmp_path / "out"
+    tiny_model("qwen3").save_pretrained(model)
+    TOKENIZER.save_pretrained(model)
+    rows = [{"prompt": f"{i}?", "chosen": f" good {i}", "rejected": " bad"} for i in range(4)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    line = ["dpo", "--model_name_or_path", str(model), "--dataset_name", str(data), "--output_dir", str(out)]
+    line += ["--max_steps", "1", "--logging_steps", "1", "--report_to", "none", "--use_cpu", "true", "--bf16", "false"]
+    assert main([*line, "--loss_type", "ipo", "--label_smoothing", "0.0"]) == 2
+    assert "label_smoothing=0.0 has no effect on loss_type=['ipo']" in capsys.readouterr().err
+    assert main([*line, "--dry_run"]) == 0
+    assert not out.exists()
+    assert main(line) == 0
+    assert {"model.safetensors", "resolved_config.yaml", "environment.json"} <= {file.name for file in out.iterdir()}
+    logged = [json.loads(text) for text in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert next(each["loss"] for each in logged if "loss" in each) == pytest.approx(LN2, abs=1e-6)
