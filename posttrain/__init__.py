@@ -30,6 +30,7 @@ _ROOMS = {
     "posttrain.model.adapters": ["get_peft_config", "get_quantization_config"],
     "posttrain.trainer.cloning": ["clone_chat_template"],
     "posttrain.model.reference": ["create_reference_model"],
+    "posttrain.trainer.dpo": ["DPOConfig", "DPOTrainer"],
     "posttrain.trainer.sft": ["SFTConfig", "SFTTrainer"],
     "posttrain.trainer.callbacks": ["BEMACallback", "RichProgressCallback", "SyncRefModelCallback"],
     "posttrain.trainer.logged": ["LogCompletionsCallback", "WeaveCallback"],
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from posttrain.model.reference import create_reference_model
     from posttrain.trainer.callbacks import BEMACallback, RichProgressCallback, SyncRefModelCallback
     from posttrain.trainer.cloning import clone_chat_template
+    from posttrain.trainer.dpo import DPOConfig, DPOTrainer
     from posttrain.trainer.logged import LogCompletionsCallback, WeaveCallback
     from posttrain.trainer.sft import SFTConfig, SFTTrainer
 

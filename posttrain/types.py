@@ -26,6 +26,7 @@ class Row:
 
     input_ids: list[int]
     weights: list[float]
+    values: tuple[float, ...] = ()  # what else the loss needs of the sequence, in an order the trainer knows
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ class TokenBatch:
     source: tuple[int, ...]  # [S]   row of the data set the sequence came from, -1 if none
     unshared_tokens: int = 0  # what T would be had nothing been shared
     distinct: Distinct | None = None  # None when no read-out repeats another
+    unit: tuple[int, ...] = ()  # [S]   which pair or group a sequence belongs to; empty: each is its own
+    values: Tensor | None = None  # [S, M]   the rows' values
 
     @property
     def num_tokens(self) -> int:
@@ -98,6 +101,11 @@ class TokenBatch:
     @property
     def num_sequences(self) -> int:
         return len(self.leaf)
+
+    @property
+    def num_units(self) -> int:
+        """Pairs or groups; sequences where each is its own."""
+        return len(set(self.unit)) if self.unit else self.num_sequences
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenBatch:
         return _map_tensors(self, lambda t: t.to(device, non_blocking=non_blocking))

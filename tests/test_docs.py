@@ -30,7 +30,18 @@ from posttrain.cli.schema import Option, stored
 
 ROOT = Path(__file__).parent.parent
 NAMES = ("quickstart", "sft", "models", "loop", "design", "extending", "adapters", "distributed", "migrating")
-NAMES += ("performance", "data", "templates", "inspect", "runs", "troubleshooting", "report", "command-line", "losses")
+NAMES += (
+    "dpo",
+    "performance",
+    "data",
+    "templates",
+    "inspect",
+    "runs",
+    "troubleshooting",
+    "report",
+    "command-line",
+    "losses",
+)
 PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]
 UPDATE_FLAG = "POSTTRAIN_UPDATE_DOCS"
 UPDATE = os.environ.get(UPDATE_FLAG, "0") not in ("", "0")

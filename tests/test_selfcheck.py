@@ -18,7 +18,7 @@ from strategies import STRATEGIES, clean
 from tiny import tiny_model, token_rows
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from posttrain.data.forest import build_forest
+from posttrain.data.forest import build_forest, rows_of
 from posttrain.errors import ConfigError, SelfCheckError
 from posttrain.model.attention import FOREST, forest_attention
 from posttrain.parallel.params import whole
@@ -26,7 +26,7 @@ from posttrain.parallel.ranks import rank
 from posttrain.parallel.strategy import Replicated
 from posttrain.trainer import selfcheck
 from posttrain.trainer.experience import Experience
-from posttrain.trainer.selfcheck import SelfCheck, rows_of
+from posttrain.trainer.selfcheck import SelfCheck
 from posttrain.types import Row, Segments
 
 ON: dict[str, Any] = {"skip_self_checks": None}

@@ -23,6 +23,8 @@ EXCEPTIONS: dict[str, int] = {}
 GRAD_FILES = {"posttrain/trainer/engine.py", "posttrain/trainer/meter.py"}
 # … the engine's own loop over pieces, and checks before the first step.
 GRAD_FILES |= {"posttrain/trainer/recovery.py", "posttrain/trainer/selfcheck.py"}
+# … and what is found before training: the reference, scored once.
+GRAD_FILES |= {"posttrain/trainer/references.py"}
 # Packages named in one room only.
 ROOM_OF = {"peft": "model", "vllm": "rollout", "deepspeed": "parallel"}
 LOSS_MAY_IMPORT = {"torch", "posttrain.types", "posttrain.loss", "posttrain.errors"}

@@ -6,7 +6,7 @@ import tempfile
 from typing import Any
 
 from posttrain.cli.parse import Values
-from posttrain.cli.run import build_sft, say
+from posttrain.cli.run import build, say
 
 
 def check(values: Values) -> None:
@@ -16,7 +16,7 @@ def check(values: Values) -> None:
     trainer: Any = None
     with tempfile.TemporaryDirectory(prefix="posttrain-check-") as folder:
         # Nothing is written where the run will write.
-        trainer, _, _ = build_sft({**values, "SFTConfig": _quiet(values["SFTConfig"], folder)})
+        trainer, _, _ = build("sft", {**values, "SFTConfig": _quiet(values["SFTConfig"], folder)})
         findings = trainer.selfchecks.only()
     counts = {verdict: sum(found.verdict == verdict for found in findings) for verdict in ("pass", "warn", "fail")}
     say(report(findings))

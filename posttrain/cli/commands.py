@@ -31,6 +31,13 @@ COMMANDS = {
         "posttrain.cli.run:check_sft",
         "posttrain.cli.run:dry_sft",
     ),
+    "dpo": Command(
+        "Preference optimisation, on pairs of responses: DPO and its kin.",
+        (*_COMMON, "posttrain.trainer.dpo:DPOConfig"),
+        "posttrain.cli.run:dpo",
+        "posttrain.cli.run:check_dpo",
+        "posttrain.cli.run:dry_dpo",
+    ),
     "inspect": Command(
         "Look at the rows of a run, and find what is wrong with them.",
         (

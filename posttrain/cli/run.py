@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,32 +21,32 @@ if TYPE_CHECKING:
 _QUANTIZED = ("load_in_4bit", "load_in_8bit")
 
 
-def sft(values: Values) -> None:
-    """`posttrain sft`."""
-    trainer, script, resume = build_sft(values)
-    record(trainer)
-    finish(trainer, script, resume)
+def build(method: str, values: Values) -> tuple[Any, ScriptArguments, str | None]:
+    """Read, load and prepare everything: the trainer, ready to train; and the checkpoint to go on from.
 
-
-def build_sft(values: Values) -> tuple[Any, ScriptArguments, str | None]:
-    """Read, load and prepare everything: the trainer, ready to train; and the checkpoint to go on from."""
-    resume = check_sft(values)
+    method: a module of `posttrain.trainer`, which has a config and a trainer of its name.   e.g. "sft"
+    """
+    config = _config_of(method)
+    resume = check_run(method, values)
 
     from posttrain.data.config import DatasetMixtureConfig, ScriptArguments
     from posttrain.model.adapters import get_peft_config, get_quantization_config
     from posttrain.model.config import ModelConfig
-    from posttrain.trainer.sft import SFTConfig, SFTTrainer
 
+    module = importlib.import_module(f"posttrain.trainer.{method}")
     model: ModelConfig = construct(ModelConfig, values["ModelConfig"])
     script: ScriptArguments = construct(ScriptArguments, values["ScriptArguments"])
     mixture: DatasetMixtureConfig = construct(DatasetMixtureConfig, values["DatasetMixtureConfig"])
-    args: Any = construct(SFTConfig, values["SFTConfig"])
-    suggest_launch("sft", visible_gpus())
+    args: Any = construct(getattr(module, config), values[config])
+    check_given = getattr(args, "check_losses", None)
+    if check_given is not None:  # here it is known what was given, also where it is the default
+        check_given(values[config])
+    suggest_launch(method, visible_gpus())
     args.model_init_kwargs = model_init_kwargs(model, args)
     peft_config = None if goes_on(model, values["ModelConfig"]) else get_peft_config(model)
     quantization_config = get_quantization_config(model)
     train, evaluation = load_data(script, mixture, wants_eval=args.do_eval or args.eval_on_start)
-    trainer: Any = SFTTrainer(
+    trainer: Any = getattr(module, f"{method.upper()}Trainer")(
         model=model.model_name_or_path,
         args=args,
         train_dataset=train,
@@ -53,6 +55,17 @@ def build_sft(values: Values) -> tuple[Any, ScriptArguments, str | None]:
         quantization_config=quantization_config,
     )
     return trainer, script, resume
+
+
+def _config_of(method: str) -> str:
+    return f"{method.upper()}Config"
+
+
+def train(method: str, values: Values) -> None:
+    """`posttrain sft`, `posttrain dpo`."""
+    trainer, script, resume = build(method, values)
+    record(trainer)
+    finish(trainer, script, resume)
 
 
 def record(trainer: Any) -> None:
@@ -65,13 +78,14 @@ def record(trainer: Any) -> None:
         files.resolved = resolved(files.command, {"bf16": bool(trainer.args.bf16), "fp16": bool(trainer.args.fp16)})
 
 
-def dry_sft(values: Values) -> None:
+def dry_run(method: str, values: Values) -> None:
     """`posttrain sft --dry_run`: everything that can fail before the first step. Writes nothing to `output_dir`."""
-    values["SFTConfig"]["report_to"] = ["none"]  # making a trainer starts its trackers
-    values["SFTConfig"]["push_to_hub"] = False  # and the hub's repository
-    folder = Path(values["SFTConfig"].get("output_dir") or "trainer_output").expanduser()
+    config = values[_config_of(method)]
+    config["report_to"] = ["none"]  # making a trainer starts its trackers
+    config["push_to_hub"] = False  # and the hub's repository
+    folder = Path(config.get("output_dir") or "trainer_output").expanduser()
     missing = not folder.exists()
-    trainer, _, resume = build_sft(values)
+    trainer, _, resume = build(method, values)
     steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1]
     trainer.create_optimizer_and_scheduler(steps)
     next(iter(trainer.get_train_dataloader()))
@@ -117,10 +131,11 @@ def suggest_launch(command: str, gpus: int) -> None:
 # Before anything heavy is imported
 
 
-def check_sft(values: Values) -> str | None:
+def check_run(method: str, values: Values) -> str | None:
     """Refuse what cannot run; return the checkpoint to go on from."""
-    check(values, "SFTConfig")
-    return resume_folder(values["SFTConfig"])
+    config = _config_of(method)
+    check(values, config)
+    return resume_folder(values[config])
 
 
 def check(values: Values, config: str) -> None:
@@ -227,3 +242,9 @@ def ignore_bool_buffers(model: Any) -> None:
     model._ddp_params_and_buffers_to_ignore = [
         name for name, buffer in model.named_buffers() if buffer.dtype == torch.bool
     ]
+
+
+# What the table of commands names
+
+sft, dry_sft, check_sft = partial(train, "sft"), partial(dry_run, "sft"), partial(check_run, "sft")
+dpo, dry_dpo, check_dpo = partial(train, "dpo"), partial(dry_run, "dpo"), partial(check_run, "dpo")

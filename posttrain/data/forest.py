@@ -6,7 +6,7 @@ Letters: T tokens, N read-outs, S sequences, K segments.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -43,12 +43,13 @@ def build_forest(
     share: bool = True,
     sources: Sequence[int] | None = None,
     min_shared: int = MIN_SHARED,
+    units: Sequence[int] = (),
 ) -> TokenBatch:
     """Lay sequences side by side, common prefixes once.
 
     A read-out is made for every token after the first whose weight is not 0. `sources[s]` is the row of the data set
-    that sequence s came from. No rows give a batch of one token and no read-outs, so that a rank without data still
-    runs.
+    that sequence s came from, `units[s]` the pair or group it is part of. No rows give a batch of one token and no
+    read-outs, so that a rank without data still runs.
 
     e.g. [1, 2, 3, 4] and [1, 2, 5] with min_shared=1 -> input_ids [1, 2, 3, 4, 5], position_ids [0, 1, 2, 3, 2],
     parent [-1, 0, 0]
@@ -59,7 +60,9 @@ def build_forest(
     root = _Node(np.empty(0, dtype=np.int64))
     for s, tokens in enumerate(ids):
         _insert(root, tokens, s, max(1, min_shared), share)
-    return _lay_out(root, ids, rows, [-1] * len(rows) if sources is None else list(sources))
+    batch = _lay_out(root, ids, rows, [-1] * len(rows) if sources is None else list(sources))
+    values = torch.tensor([row.values for row in rows]) if rows[0].values else None
+    return replace(batch, unit=tuple(units), values=values)
 
 
 def _insert(node: _Node, tokens: np.ndarray, sequence: int, min_shared: int, share: bool) -> None:
@@ -142,35 +145,68 @@ def _empty_batch() -> TokenBatch:
     return TokenBatch(one, one.clone(), segments, none, none.clone(), torch.empty(0), none.clone(), (), (), 0)
 
 
+def rows_of(batch: TokenBatch) -> list[Row]:
+    """The sequences of a batch, each whole, with its weights."""
+    found = []
+    for s, leaf in enumerate(batch.leaf):
+        at = batch.segments.positions(leaf)
+        weights = np.zeros(len(at), dtype=np.float32)
+        mine = batch.sequence == s
+        weights[np.searchsorted(at, batch.read_from[mine].numpy()) + 1] = batch.weights[mine].numpy()
+        found.append(Row(batch.input_ids[torch.from_numpy(at)].tolist(), weights.tolist()))
+    return found
+
+
 def split_forest(batch: TokenBatch, max_tokens: int) -> list[TokenBatch]:
-    """Cut a batch between sequences into pieces of at most `max_tokens` tokens. A sequence that is longer is a piece of
-    its own; a shared prefix is laid once in each piece that needs it."""
-    if batch.num_tokens <= max_tokens or batch.num_sequences <= 1:
-        return [batch]
-    return [_select(batch, group) for group in _groups(batch, max_tokens)]
+    """Cut a batch between units into pieces of at most `max_tokens` tokens. A unit that is longer is a piece of its
+    own; a shared prefix is laid once in each piece that needs it."""
+    parts = split_sequences(batch, max_tokens)
+    return [batch] if len(parts) == 1 else [select(batch, part) for part in parts]
 
 
-def _groups(batch: TokenBatch, max_tokens: int) -> Iterator[list[int]]:
-    size = [e - s for s, e in zip(batch.segments.start, batch.segments.end, strict=True)]
+def split_sequences(batch: TokenBatch, max_tokens: int) -> list[list[int]]:
+    """The sequences of each piece that `split_forest` makes; those of a unit stay together, in their order."""
+    everything = list(range(batch.num_sequences))
+    units = _units(batch)
+    if batch.num_tokens <= max_tokens or len(units) <= 1:
+        return [everything]
+    return list(_groups(batch, units, max_tokens))
+
+
+def _units(batch: TokenBatch) -> list[list[int]]:
+    if not batch.unit:
+        return [[s] for s in range(batch.num_sequences)]
+    found: dict[int, list[int]] = {}
+    for s, unit in enumerate(batch.unit):
+        found.setdefault(unit, []).append(s)
+    return list(found.values())
+
+
+def _groups(batch: TokenBatch, units: list[list[int]], max_tokens: int) -> Iterator[list[int]]:
+    size = batch.segments.sizes
+
+    def needed(unit: list[int]) -> set[int]:
+        return {k for s in unit for k in batch.segments.path(batch.leaf[s])}
+
     group: list[int] = []
     held: set[int] = set()
     tokens = 0
-    for s in sorted(range(batch.num_sequences), key=lambda s: batch.leaf[s]):
-        more = set(batch.segments.path(batch.leaf[s])) - held
+    for unit in sorted(units, key=lambda unit: min(batch.leaf[s] for s in unit)):
+        more = needed(unit) - held
         cost = sum(size[k] for k in more)
         if group and tokens + cost > max_tokens:
             yield group
             group, held, tokens = [], set(), 0
-            more = set(batch.segments.path(batch.leaf[s]))
+            more = needed(unit)
             cost = sum(size[k] for k in more)
-        group.append(s)
+        group += unit
         held |= more
         tokens += cost
     yield group
 
 
-def _select(batch: TokenBatch, sequences: list[int]) -> TokenBatch:
-    """The part of a forest that some of its sequences need."""
+def select(batch: TokenBatch, sequences: list[int]) -> TokenBatch:
+    """The part of a forest that some of its sequences need, in the order given."""
     old = batch.segments
     kept = sorted({k for s in sequences for k in old.path(batch.leaf[s])})
     new = {k: i for i, k in enumerate(kept)}
@@ -196,4 +232,6 @@ def _select(batch: TokenBatch, sequences: list[int]) -> TokenBatch:
         source=tuple(batch.source[s] for s in sequences),
         unshared_tokens=sum(lengths.values()),
         distinct=_find_distinct(read_from, targets),
+        unit=tuple(batch.unit[s] for s in sequences) if batch.unit else (),
+        values=None if batch.values is None else batch.values[torch.tensor(sequences)],
     )

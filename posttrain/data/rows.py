@@ -249,10 +249,7 @@ class _Preparer:
         ]
 
     def _at(self, index: int, fn: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return fn(*arguments)
-        except DataError as error:
-            raise DataError(f"Row {index} of the {self.name} set: {error}") from error
+        return at_row(index, self.name, fn, *arguments)
 
     def _weighed(self, row: dict[str, Any]) -> Draft:
         return replace(self._draft(row), weight=row_weight(row))
@@ -269,24 +266,33 @@ class _Preparer:
             return Draft(text, [(0, len(text))], plain=True)
         if self.kind == "messages":
             return self._chat(row)
-        if is_conversational(row):
-            return self._chat_pair(row)
-        prompt, completion = _text(row, "prompt"), _text(row, "completion")
-        start = 0 if self.options.completion_only_loss is False else len(prompt)
-        whole = prompt + completion
-        return Draft(whole, [(start, len(whole))], (len(prompt),) if prompt else (), is_pair=True, plain=True)
+        only = self.options.completion_only_loss is not False
+        return completion_draft(self.encoder, row, only, self.options.assistant_only_loss)
 
     def _chat(self, row: dict[str, Any]) -> Draft:
         template = template_of(self.encoder.tokenizer, row)
         messages = check_messages(row.get("messages"), "messages", template)
         return chat_draft(template, messages, self.options.assistant_only_loss)
 
-    def _chat_pair(self, row: dict[str, Any]) -> Draft:
-        template = template_of(self.encoder.tokenizer, row)
+
+def at_row(index: int, name: str, fn: Callable[..., Any], *arguments: Any) -> Any:
+    """`fn(*arguments)`; its `DataError` then names the row and the set."""
+    try:
+        return fn(*arguments)
+    except DataError as error:
+        raise DataError(f"Row {index} of the {name} set: {error}") from error
+
+
+def completion_draft(encoder: Encoder, row: Mapping[str, Any], completion_only: bool, assistant_only: bool) -> Draft:
+    """A row with `prompt` and `completion`, both text or both chats, as a draft. Trained: the completion, or all."""
+    if is_conversational(row):
+        template = template_of(encoder.tokenizer, row)
         prompt, completion = (check_messages(row.get(name), name, template) for name in ("prompt", "completion"))
-        options = self.options
-        only = options.completion_only_loss is not False
-        return pair_draft(template, prompt, completion, only, options.assistant_only_loss)
+        return pair_draft(template, prompt, completion, completion_only, assistant_only)
+    prompt, completion = _text(row, "prompt"), _text(row, "completion")
+    whole = prompt + completion
+    span = (len(prompt) if completion_only else 0, len(whole))
+    return Draft(whole, [span], (len(prompt),) if prompt else (), is_pair=True, plain=True)
 
 
 def _text(row: Mapping[str, Any], column: str) -> str:

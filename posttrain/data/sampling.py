@@ -126,7 +126,8 @@ class RowItems(Dataset):
 
     def _row(self, index: int, start: int, end: int | None) -> tuple[Row, int]:
         row = self.rows[index]
-        return Row(row["input_ids"][start:end], row["weights"][start:end]), int(row["source"])
+        values = tuple(row.get("values") or ())
+        return Row(row["input_ids"][start:end], row["weights"][start:end], values), int(row["source"])
 
 
 def row_lengths(rows: Any) -> list[int]:
@@ -160,11 +161,13 @@ def refuse_long_rows(lengths: Sequence[int], positions: int | None, where: str =
 
 @dataclass(frozen=True)
 class Collator:
-    """Items of a micro-batch → {"batch": TokenBatch}."""
+    """Items of a micro-batch → {"batch": TokenBatch}. `grouped`: an item is one unit of loss, a pair or a group."""
 
     share: bool
+    grouped: bool = False
 
     def __call__(self, items: list[Item]) -> dict[str, TokenBatch]:
         rows = [row for item in items for row, _ in item]
         sources = [source for item in items for _, source in item]
-        return {"batch": build_forest(rows, share=self.share, sources=sources)}
+        units = [unit for unit, item in enumerate(items) for _ in item] if self.grouped else []
+        return {"batch": build_forest(rows, share=self.share, sources=sources, units=units)}

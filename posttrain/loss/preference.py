@@ -314,6 +314,12 @@ def check_options(names: Sequence[str], options: Options, given: Iterable[str] =
         if f.name not in read and (f.name in given or value != f.default):
             readers = [name for name, row in PREFERENCE.items() if f.name in row.reads]
             raise ConfigError(f"{f.name}={value!r} has no effect on loss_type={[*names]}. It is read by: {readers}.")
+    alpha, divergence = options.f_alpha_divergence_coef, options.f_divergence_type
+    if divergence != "alpha_divergence" and alpha != Options.f_alpha_divergence_coef:
+        raise ConfigError(
+            f"f_alpha_divergence_coef={alpha} has no effect with f_divergence_type={divergence!r}; set "
+            "'alpha_divergence', or leave it out."
+        )
     smoothing = options.label_smoothing
     if "exo_pair" in names and not 0 < smoothing < 1:
         raise ConfigError(f"label_smoothing={smoothing} with loss_type='exo_pair': it must be in (0, 1), e.g. 1e-3.")

@@ -41,6 +41,7 @@ class LoadOptions:
     chunk_tokens: int | None = None
     memory_bytes: int = 1 << 30
     pad_to_multiple_of: int | None = None
+    disable_dropout: bool = False
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,8 @@ def prepare_model(
     if new_tokens:
         peft_config = _take_tokens(model, peft_config, list(new_tokens))
     model = wrap_adapter(model, peft_config)
+    if options.disable_dropout:
+        turn_dropout_off(model)
     _freeze_all_but_text(base_model(model))
     check_trainable(model)
     low = {p.dtype for p in model.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)}
@@ -258,6 +261,21 @@ def dropout_of(model: Any) -> float:
     rates = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
     text = base_model(model).config.get_text_config()
     return max([*rates, *(float(getattr(text, name, None) or 0.0) for name in _DROPOUTS)])
+
+
+def turn_dropout_off(model: Any) -> None:
+    """Set every probability that `dropout_of` looks at to 0: of modules, adapters' too, and what layers read from the
+    config or took from it when they were built."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name in {*_DROPOUTS, "jitter_noise"}:
+            if isinstance(vars(module).get(name), float):
+                setattr(module, name, 0.0)
+    text = base_model(model).config.get_text_config()
+    for name in _DROPOUTS:
+        if getattr(text, name, None):
+            setattr(text, name, 0.0)
 
 
 def _freeze_all_but_text(base: Any) -> None:

@@ -64,7 +64,8 @@ def audit_of(
     policy, accepted = audit_policy(args.template_audit)
     if policy != "error":
         accepted = frozenset(CHECKS)
-    if not getattr(args, "assistant_only_loss", True):
+    # Where rows are pairs, whole responses are trained.
+    if not getattr(args, "assistant_only_loss", False):
         accepted |= {"turns"}  # the whole text is trained: where the turns lie does not matter
     return audit, accepted
 

@@ -209,6 +209,7 @@ def load_options(args: BaseConfig) -> LoadOptions:
         chunk_tokens=args.head_chunk_tokens,
         memory_bytes=(args.head_memory_mb or (1024 if args.use_cpu else 4096)) << 20,
         pad_to_multiple_of=args.pad_to_multiple_of,
+        disable_dropout=getattr(args, "disable_dropout", False),
     )
 
 

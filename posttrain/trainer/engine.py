@@ -138,7 +138,7 @@ class Engine(Trainer, abc.ABC):
         window += [build_forest([])] * (num_batches - len(window))
         self.stops.at("preparing the step")  # and no longer at the data, where others may still be
         sources = tuple(s for batch in window for s in batch.source)
-        self._set_window(measure=next_step_logs(self.args, self.state), sources=sources)
+        self._set_window(measure=next_step_logs(self.args, self.state), sources=sources, training=True)
         micro = self.pieces(window, device)
         mine = sum((self.unit(e) for m in micro for e in m), torch.zeros(())).double()
         counts = torch.stack([mine, *tokens_and_sequences(window)])
@@ -171,7 +171,7 @@ class Engine(Trainer, abc.ABC):
         if budget is None:
             return pieces
         agreed = all_max([len(p) for p in pieces], device)
-        return [p + [replace(p[0], batch=build_forest([]))] * (n - len(p)) for p, n in zip(pieces, agreed, strict=True)]
+        return [p + [p[0].part([])] * (n - len(p)) for p, n in zip(pieces, agreed, strict=True)]
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 

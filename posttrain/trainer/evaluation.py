@@ -19,7 +19,7 @@ def evaluate_all(engine: Any, model: Any, dataloader: Any, with_logits: bool, pr
     predictions = Predictions(engine.preprocess_logits_for_metrics) if with_logits else None
     for inputs in dataloader:
         batch = inputs["batch"]
-        sums[2] += batch.num_sequences
+        sums[2] += batch.num_units
         for piece in engine.pieces([batch], device)[0]:
             output = engine.loss_step(model, piece.to(device))
             engine.meter.add(output.metrics)

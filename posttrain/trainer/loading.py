@@ -9,7 +9,7 @@ import torch
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
 
-from posttrain.data.packing import drop_untrained, plan_bins
+from posttrain.data.packing import Piece, drop_untrained, plan_bins
 from posttrain.data.sampling import (
     Collator,
     RowItems,
@@ -121,6 +121,12 @@ def make_items(rows: Any, args: Any, packing: bool, name: str) -> RowItems | Str
         if dropped:
             say(f"{name}: {dropped} pieces of cut rows without targets dropped")
     return RowItems(rows, bins)
+
+
+def pair_items(rows: Any) -> RowItems:
+    """Prepared pairs, two rows each → one item a pair."""
+    lengths = row_lengths(rows)
+    return RowItems(rows, [[Piece(i, 0, lengths[i]), Piece(i + 1, 0, lengths[i + 1])] for i in range(0, len(rows), 2)])
 
 
 def check_ids(items: RowItems | StreamItems | None, vocabulary: int, positions: int | None = None) -> None:

@@ -20,7 +20,8 @@ class Meter:
         self._means: dict[str, Mean] = {}
 
     def add(self, metrics: dict[str, Mean]) -> None:
-        for name, mean in metrics.items():
+        for name, given in metrics.items():
+            mean = Mean(_cut(given.total), _cut(given.weight))
             self._means[name] = self._means[name] + mean if name in self._means else mean
 
     def snapshot(self) -> dict[str, Mean]:
@@ -45,6 +46,11 @@ class Meter:
                 sums[0] += total
                 sums[1] += weight
         return {name: total / weight for name, (total, weight) in sorted(totals.items()) if weight} | largest
+
+
+def _cut(value: Tensor | float) -> Tensor | float:
+    """Without its graph, which would keep the activations of every micro-batch until the next line of the log."""
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _number(value: Tensor | float) -> float:

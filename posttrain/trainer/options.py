@@ -3,9 +3,11 @@ it sees the rows that training sees."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from posttrain.data.pairs import PairOptions
 from posttrain.data.rows import SFTRowOptions
 from posttrain.errors import ConfigError
 
@@ -50,3 +52,39 @@ def sft_row_options(
         keep_long=packing and name == "train" and args.packing_strategy == "wrapped" and overflow == "split",
         formatting_func=formatting_func,
     )
+
+
+def check_references(args: Any) -> None:
+    """Raise `ConfigError` for fields of a `DPOConfig` about rows and the reference that do not go together."""
+    if args.max_length is not None and args.max_length < 2:
+        raise ConfigError(f"`max_length` is {args.max_length}; a response needs one token before it: set 2 or more.")
+    if args.sync_ref_model and args.precompute_ref_log_probs:
+        raise ConfigError(
+            "`sync_ref_model` and `precompute_ref_log_probs` are both on: a reference that moves is not found once."
+        )
+    for name in ("sync_ref_model", "precompute_ref_log_probs"):
+        if getattr(args, name) and not args.compares:
+            raise ConfigError(f"`{name}` is on, and {args.loss_type} compares with no reference; leave it out.")
+    if args.precompute_ref_batch_size is not None and args.precompute_ref_batch_size < 1:
+        raise ConfigError(f"`precompute_ref_batch_size` is {args.precompute_ref_batch_size}; set at least 1.")
+    if not 0 < args.ref_model_mixup_alpha <= 1 or args.ref_model_sync_steps < 1:
+        raise ConfigError(
+            f"`ref_model_mixup_alpha` is {args.ref_model_mixup_alpha} and `ref_model_sync_steps` "
+            f"{args.ref_model_sync_steps}; set above 0 and at most 1, and at least 1."
+        )
+    needs = {
+        "precompute_ref_batch_size": "precompute_ref_log_probs",
+        "ref_model_mixup_alpha": "sync_ref_model",
+        "ref_model_sync_steps": "sync_ref_model",
+    }
+    defaults = {f.name: f.default for f in dataclasses.fields(args)}
+    for name, switch in needs.items():
+        if getattr(args, name) != defaults[name] and not getattr(args, switch):
+            raise ConfigError(f"`{name}` is {getattr(args, name)!r}, and `{switch}` is off: it has no effect.")
+
+
+def pair_options(args: Any) -> PairOptions:
+    """How pairs are encoded and cut, and which of their columns would have no effect."""
+    references = "" if args.compares else "the loss compares with no reference"
+    references = "`sync_ref_model` moves the reference" if args.sync_ref_model else references
+    return PairOptions(args.max_length, args.truncation_mode, args.margins_ignored, references)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from posttrain.data.forest import build_forest
 from posttrain.errors import OutOfMemoryError, TrainingError
 from posttrain.parallel.ranks import gather_objects, rank, say, world_size
 from posttrain.parallel.strategy import Replicated
@@ -180,7 +179,7 @@ class Recovery:
         """
         held = len(self.losses)
         with preserved_rng(), self._uncounted():
-            self._piece(model, replace(like, batch=build_forest([])), synchronise=True)
+            self._piece(model, like.part([]), synchronise=True)
         del self.losses[held:]
 
     @contextlib.contextmanager

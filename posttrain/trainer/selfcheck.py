@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from posttrain.data.forest import build_forest
+from posttrain.data.forest import build_forest, rows_of
 from posttrain.errors import ConfigError, SelfCheckError, suggest
 from posttrain.model.load import dropout_of
 from posttrain.parallel.params import whole
@@ -67,11 +67,12 @@ class Finding:
 class SelfCheck(NamedTuple):
     """A check of a method, beside those all trainers share: put into the trainer's `more_self_checks`.
 
-    run: called with the first experiences of the run, each of one unit; returns its verdict and what it found.
+    run: called in evaluation mode and without gradients, with the first experiences of the run, each of one unit and as
+    many on every rank; returns its verdict and what it found.
     """
 
     name: str
-    run: Callable[[list[Experience]], tuple[str, str]]
+    run: Callable[[Sequence[Any]], tuple[str, str]]
 
 
 class _Checked(Exception):
@@ -171,7 +172,10 @@ def _run(engine: Any, micro: Any, wanted: list[str], extra: dict[str, Any]) -> I
         yield Finding("template", *_template(engine))
     for name, check in extra.items():
         if name in wanted:
-            yield Finding(name, *check(chosen))
+            engine.model_wrapped.eval()
+            with torch.no_grad():
+                found = check(chosen)
+            yield Finding(name, *found)
 
 
 def _chosen(engine: Any, micro: Any) -> list[Experience]:
@@ -217,7 +221,8 @@ def _untouched(engine: Any) -> Iterator[None]:
             module.training = mode
 
 
-def _tolerance(engine: Any) -> Tolerance:
+def tolerance(engine: Any) -> Tolerance:
+    """How far apart numbers of the same rows may lie in the run's precision."""
     half = any(p.dtype in (torch.bfloat16, torch.float16) for p in engine.model.parameters() if p.is_floating_point())
     return HALF if half or engine.args.bf16 or engine.args.fp16 else FULL
 
@@ -317,7 +322,7 @@ def _compare(engine: Any, one: _Pass | None, many: _Pass | None, count: int) -> 
         return "skip", f"the first step has no two rows with targets and at most {TOKENS} tokens together"
     if not (math.isfinite(one.loss) and math.isfinite(many.loss)):
         return "skip", _NOT_FINITE
-    allowed = _tolerance(engine)
+    allowed = tolerance(engine)
     loss = abs(one.loss - many.loss) / max(abs(one.loss), 1e-6)
     text = f"1 micro-batch of {count} units against {count} of 1: loss {one.loss:.6g} and {many.loss:.6g}"
     bad = not loss <= allowed.loss
@@ -354,18 +359,6 @@ def _few(names: list[str]) -> str:
 # ---- forest and template ---------------------------------------------------------------------------------------------
 
 
-def rows_of(batch: TokenBatch) -> list[Row]:
-    """The sequences of a batch, each whole, with its weights."""
-    found = []
-    for s, leaf in enumerate(batch.leaf):
-        at = batch.segments.positions(leaf)
-        weights = np.zeros(len(at), dtype=np.float32)
-        mine = batch.sequence == s
-        weights[np.searchsorted(at, batch.read_from[mine].numpy()) + 1] = batch.weights[mine].numpy()
-        found.append(Row(batch.input_ids[torch.from_numpy(at)].tolist(), weights.tolist()))
-    return found
-
-
 def _forest(engine: Any, chosen: list[Experience]) -> tuple[str, str]:
     rows = [row for unit in chosen[:2] for row in rows_of(unit.batch)][:2]
     if all_max([int(len(rows) < 2)], engine.args.device)[0]:
@@ -380,7 +373,7 @@ def _forest(engine: Any, chosen: list[Experience]) -> tuple[str, str]:
     if not bool(alone.isfinite().all()):
         return "skip", _NOT_FINITE
     difference = float((together - alone).abs().mean())
-    allowed = _tolerance(engine).logp
+    allowed = tolerance(engine).logp
     text = f"{len(alone)} log-probabilities of two rows side by side differ from each alone by {difference:.1e}"
     return ("pass" if difference <= allowed else "fail"), f"{text} on average (at most {allowed:.0e})"
 

@@ -10,18 +10,14 @@ from torch import Tensor
 
 from posttrain.data.rows import prepare_sft
 from posttrain.data.sampling import Collator, RowItems
-from posttrain.data.tokenizer import new_tokens, set_up_tokenizer
-from posttrain.errors import ConfigError
 from posttrain.loss.nll import TOKEN_LOSSES
-from posttrain.model.load import check_model_source, embedding_rows, learned_positions, load_tokenizer, prepare_model
 from posttrain.parallel.ranks import say
-from posttrain.trainer.auditing import audit_at_start
-from posttrain.trainer.config import BaseConfig, load_options, share_prefixes
+from posttrain.trainer.config import BaseConfig
 from posttrain.trainer.engine import Engine
 from posttrain.trainer.experience import Experience
-from posttrain.trainer.loading import check_ids, make_items
+from posttrain.trainer.loading import make_items
+from posttrain.trainer.opening import config_of, open_run, refuse_given
 from posttrain.trainer.options import check_sft, sft_row_options
-from posttrain.trainer.randomness import seeded
 from posttrain.trainer.run_record import summarize
 from posttrain.types import LossOutput, Mean, ScoreRequest, TokenBatch
 
@@ -103,42 +99,30 @@ class SFTTrainer(Engine):
         peft_config: Any = None,
         formatting_func: Callable[[dict[str, Any]], Any] | None = None,
     ) -> None:
-        args = args or SFTConfig(output_dir="trainer_output")
-        if not isinstance(args, SFTConfig):
-            raise ConfigError(f"`args` is a {type(args).__name__}; give an SFTConfig, which has all of its fields.")
-        for field, value in (("data_collator", data_collator), ("compute_loss_func", compute_loss_func)):
-            if value is not None:
-                raise ConfigError(
-                    f"`{field}` is given; batches here are packed forests: leave it out, see docs/extending.md."
-                )
-        check_model_source(model, load_options(args), peft_config, quantization_config)
-        tokenizer = processing_class or load_tokenizer(model, load_options(args))
-        self._tokenizer = set_up_tokenizer(tokenizer, args.eos_token, args.pad_token, args.chat_template_path)
+        args = config_of(args, SFTConfig)
+        refuse_given(data_collator=data_collator, compute_loss_func=compute_loss_func)
         self._formatting_func, self._config = formatting_func, args
-        audits = audit_at_start(self._tokenizer, args, model, formatting_func, train_dataset, eval_dataset)
-        self.data_summary = {}
-        train_items = None if train_dataset is None else self._items(train_dataset, "train", args.packing)
-        eval_items = None
-        if isinstance(eval_dataset, dict):
-            eval_items = {name: self.eval_items(rows, name) for name, rows in eval_dataset.items()}
-        elif eval_dataset is not None:
-            eval_items = self.eval_items(eval_dataset)
-        with seeded(args.seed):
-            added = new_tokens(tokenizer, self._tokenizer)
-            prepared = prepare_model(model, load_options(args), peft_config, quantization_config, added)
-        self.layout = prepared.layout
-        limits = embedding_rows(prepared), learned_positions(prepared)
-        for items in (train_items, *(eval_items.values() if isinstance(eval_items, dict) else [eval_items])):
-            check_ids(items, *limits)
-        super().__init__(
-            prepared.model,
+        run = open_run(
             args,
-            Collator(share_prefixes(args, prepared)),
-            train_dataset=train_items,
-            eval_dataset=eval_items,
-            processing_class=self._tokenizer,
+            model,
+            processing_class,
+            train_dataset,
+            eval_dataset,
+            self._items,
+            peft_config,
+            quantization_config,
+            formatting_func,
+        )
+        self.layout = run.layout
+        super().__init__(
+            run.model,
+            args,
+            Collator(run.share),
+            train_dataset=run.train_items,
+            eval_dataset=run.eval_items,
+            processing_class=run.tokenizer,
             compute_metrics=compute_metrics,
-            callbacks=[*audits, *(callbacks or [])],
+            callbacks=[*run.audits, *(callbacks or [])],
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
@@ -146,10 +130,11 @@ class SFTTrainer(Engine):
 
     # ---- rows → items ------------------------------------------------------------------------------------------------
 
-    def _items(self, dataset: Any, name: str, packing: bool) -> Any:
+    def _items(self, tokenizer: Any, dataset: Any, name: str) -> Any:
         args = self._config
+        packing = args.packing if name == "train" or args.eval_packing is None else args.eval_packing
         options = sft_row_options(args, packing, name, self._formatting_func)
-        rows, report = prepare_sft(dataset, self._tokenizer, options, args.dataset_num_proc, name)
+        rows, report = prepare_sft(dataset, tokenizer, options, args.dataset_num_proc, name)
         if report.rows_in:  # a stream counts while it flows
             say(report.summary())
         items = make_items(rows, args, packing, name)
@@ -158,8 +143,7 @@ class SFTTrainer(Engine):
         return items
 
     def eval_items(self, dataset: Any, name: str = "eval") -> RowItems:
-        args = self._config
-        return self._items(dataset, name, args.packing if args.eval_packing is None else args.eval_packing)
+        return self._items(self.processing_class, dataset, name)
 
     # ---- the method --------------------------------------------------------------------------------------------------
 

@@ -110,13 +110,13 @@ def piece_lost(patch: Patch) -> None:
     """A micro-batch over the token budget loses its last piece."""
     import posttrain.trainer.experience as experience
 
-    own = experience.split_forest
+    own = experience.split_sequences
 
-    def split_forest(*args: Any) -> Any:
+    def split_sequences(*args: Any) -> Any:
         pieces = own(*args)
         return pieces[:-1] if len(pieces) > 1 else pieces
 
-    patch.setattr(experience, "split_forest", split_forest)
+    patch.setattr(experience, "split_sequences", split_sequences)
 
 
 @mutant
@@ -225,7 +225,7 @@ def mask_forgotten(patch: Patch) -> None:
     import posttrain.data.sampling as sampling
 
     own = sampling.Row
-    patch.setattr(sampling, "Row", lambda ids, weights: own(ids, [1.0] * len(ids)))
+    patch.setattr(sampling, "Row", lambda ids, weights, *rest: own(ids, [1.0] * len(ids), *rest))
 
 
 @mutant

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from data_fixtures import byte_tokenizer
+from datasets import Dataset
 from tiny import tiny_model, token_rows
 from torch import Tensor
 from transformers import TrainerCallback
 
-from posttrain import SFTConfig, SFTTrainer
+from posttrain import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 # A run of a trainer collects garbage; without this it looks at every object of torch and transformers each time.
 gc.collect()
@@ -103,7 +104,37 @@ def sft(
     )
 
 
-TRAINERS: dict[str, Callable[..., Any]] = {"sft": sft}
+def pairs_from(rows: Any) -> Dataset:
+    """Pairs of token ids from token rows: what is not trained is the prompt, the rest the chosen response; the rejected
+    one is longer and ends with it backwards. Margins and weights differ from pair to pair."""
+    made = []
+    for at, row in enumerate(rows):
+        border = max(1, sum(label == -100 for label in row["labels"]))
+        prompt, chosen = row["input_ids"][:border], row["input_ids"][border:]
+        rejected = [3 + at, *chosen[::-1], *chosen[: at % 3]]
+        made.append({"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected})
+        made[-1] |= {"margin": 0.1 * (at % 4), "sample_weight": 1.0 + at % 2}
+    return Dataset.from_list(made)
+
+
+def dpo(
+    model: Any = None, rows: Any = None, eval_rows: Any = None, peft_config: Any = None, **fields: Any
+) -> DPOTrainer:
+    """A DPO trainer on a tiny Qwen3 and pairs made of the rows of `sft`. The likelihood of the chosen is mixed in: its
+    loss depends on the weights before the first step too."""
+    fields = {"loss_type": ["sigmoid", "sft"]} | FIELDS | {"learning_rate": 0.1} | fields
+    fields.setdefault("output_dir", scratch())
+    return DPOTrainer(
+        tiny_model("qwen3") if model is None else model,
+        args=DPOConfig(max_length=128, **fields),
+        train_dataset=pairs_from(token_rows() if rows is None else rows),
+        eval_dataset=None if eval_rows is None else pairs_from(eval_rows),
+        processing_class=byte_tokenizer(),
+        peft_config=peft_config,
+    )
+
+
+TRAINERS: dict[str, Callable[..., Any]] = {"sft": sft, "dpo": dpo}
 
 
 def same(a: Run, b: Run, tolerance: float = 1e-5) -> None:

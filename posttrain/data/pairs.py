@@ -1,0 +1,316 @@
+"""Preference rows → two sequences that start with one prompt, and what the loss needs of each.
+
+Prepared, a pair is two rows, the chosen one first, each with its `values`: what `VALUES` names, one number each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from posttrain.data.drafts import row_weight
+from posttrain.data.encode import Draft, Encoder
+from posttrain.data.formats import maybe_convert_to_chatml, refuse_images
+from posttrain.data.preference import maybe_extract_prompt
+from posttrain.data.rows import at_row, completion_draft, in_memory
+from posttrain.errors import ConfigError, DataError, EmptyDataError
+
+VALUES = ("margin", "weight", "reference")
+"""What comes with a sequence: the margin and the weight of its pair, and the log-probability of its response under the
+reference, NaN where it is not known."""
+
+TOKENIZED = ("prompt_ids", "chosen_ids", "rejected_ids")
+_REFERENCES = ("ref_chosen_logps", "ref_rejected_logps")
+_KEPT, _EMPTY, _EQUAL = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class PairOptions:
+    """What `prepare_pairs` needs of the config."""
+
+    max_length: int | None = 1024
+    truncation_mode: str = "keep_start"
+    margins: str = ""  # why the column `margin` would have no effect
+    references: str = ""  # and the log-probabilities under a reference
+
+
+@dataclass
+class PairReport:
+    """What happened to the pairs. Nothing is dropped or cut that is not counted here."""
+
+    name: str = "train"
+    rows_in: int = 0
+    rows_kept: int = 0
+    rows_empty: int = 0  # a response without a token
+    rows_equal: int = 0  # chosen and rejected are the same tokens
+    prompts_cut: int = 0
+    responses_cut: int = 0
+    tokens_cut: int = 0
+    tokens: int = 0
+    references: bool = False  # the rows bring log-probabilities under a reference
+
+    def add(self, counts: Sequence[_Counts]) -> None:
+        for count in counts:
+            self.rows_in += 1
+            self.rows_empty += count.state == _EMPTY
+            self.rows_equal += count.state == _EQUAL
+            if count.state == _KEPT:
+                self.rows_kept += 1
+                self.prompts_cut += count.prompt_cut > 0
+                self.responses_cut += count.responses_cut
+                self.tokens_cut += count.tokens_cut
+                self.tokens += count.tokens
+
+    def summary(self) -> str:
+        """One line. e.g. "train: 9 of 10 pairs, 1200 tokens; 1 pair with equal responses dropped" """
+        parts = [f"{self.name}: {self.rows_kept} of {self.rows_in} pairs, {self.tokens} tokens"]
+        if self.rows_empty:
+            parts.append(f"{self.rows_empty} with an empty response dropped")
+        if self.rows_equal:
+            parts.append(f"{self.rows_equal} with equal responses dropped")
+        if self.tokens_cut:
+            parts.append(
+                f"{self.prompts_cut} prompts and {self.responses_cut} responses cut, {self.tokens_cut} tokens lost"
+            )
+        if self.references:
+            parts.append("reference log-probabilities are the rows' own")
+        return "; ".join(parts)
+
+
+class _Counts(NamedTuple):
+    state: int
+    prompt_cut: int
+    responses_cut: int
+    tokens_cut: int
+    tokens: int
+
+
+class Tokens(NamedTuple):
+    """Tokens of a prompt and a response, and where the response starts."""
+
+    ids: np.ndarray
+    weights: np.ndarray
+    border: int
+
+    @property
+    def response(self) -> int:
+        return len(self.ids) - self.border
+
+
+def prepare_pairs(
+    dataset: Any, tokenizer: Any, options: PairOptions, num_proc: int | None = None, name: str = "train"
+) -> tuple[Any, PairReport]:
+    """Return a data set with two rows a pair, chosen and rejected, in the columns `input_ids`, `weights`, `values` and
+    `source` (the row it came from), and the report.
+
+    Rows are `chosen` and `rejected` with or without `prompt`, as text or chats, or token ids (`prompt_ids`,
+    `chosen_ids`, `rejected_ids`); `margin`, `sample_weight`, and together `ref_chosen_logps` and `ref_rejected_logps`
+    are read where they are. A list of mappings is taken as a data set.
+
+    e.g. {"prompt": "2+2=", "chosen": "4", "rejected": "5"} -> the ids of "2+2=4<eos>" and of "2+2=5<eos>"
+    Raises `DataError` naming row, column and fix, `ConfigError` for a stream and for columns that the options say have
+    no effect, and `EmptyDataError` when no pair is left.
+    """
+    from datasets import IterableDataset
+
+    if isinstance(dataset, IterableDataset):
+        raise ConfigError(
+            f"the {name} set is a stream, and pairs are not streamed yet; read it whole (`dataset_streaming` off), or "
+            "take(n) rows into a Dataset."
+        )
+    if isinstance(dataset, list):
+        dataset = in_memory(dataset, name)
+    first = next(iter(dataset), None)
+    if first is None:
+        raise EmptyDataError(f"The {name} set has no rows; check the file, the split and any filter.")
+    columns = list(dict.fromkeys([*(dataset.column_names or ()), *first]))
+    _check_columns(columns, options, name)
+    report = PairReport(name, references=_REFERENCES[0] in columns)
+    prepared = dataset.map(
+        _Preparer(tokenizer, options, name),
+        batched=True,
+        with_indices=True,
+        remove_columns=columns,
+        features=_features(counted=True),
+        num_proc=num_proc,
+        desc=f"Preparing the {name} set",
+    )
+    counted = (np.asarray(prepared.data.column(field)).tolist() for field in _Counts._fields)
+    report.add([_Counts(*row) for row in zip(*counted, strict=True)])
+    if not report.rows_kept:
+        raise EmptyDataError(
+            f"The {name} set: none of its {report.rows_in} pairs can be trained: {report.rows_empty} have an empty "
+            f"response, and in {report.rows_equal} chosen and rejected are equal."
+        )
+    if report.rows_kept < report.rows_in:
+        states = np.asarray(prepared.data.column("state"))
+        prepared = prepared.select(np.flatnonzero(states == _KEPT))
+    apart = prepared.map(
+        _apart,
+        batched=True,
+        remove_columns=prepared.column_names,
+        features=_features(False),
+        desc=f"Laying out the {name} set",
+    )
+    return apart, report
+
+
+def _apart(batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    """Pairs → rows, two each."""
+    out = {name: [row for pair in batch[name] for row in pair] for name in ("input_ids", "weights", "values")}
+    return {**out, "source": [source for source in batch["source"] for _ in _SIDES]}
+
+
+def _check_columns(columns: Sequence[str], options: PairOptions, name: str) -> None:
+    ignored = {"margin": options.margins, **dict.fromkeys(_REFERENCES, options.references)}
+    for column, why in ignored.items():
+        if column in columns and why:
+            raise ConfigError(f"The {name} set has the column {column!r}, and {why}; remove the column.")
+    if len({*columns} & {*_REFERENCES}) == 1:
+        raise DataError(f"The {name} set has one of the columns {list(_REFERENCES)}; give both, or none.")
+    if set(TOKENIZED) <= set(columns) or {"chosen", "rejected"} <= set(columns):
+        return
+    raise DataError(
+        f"The {name} set has the columns {list(columns)}, and pairs need 'chosen' and 'rejected' (with 'prompt', or "
+        "with the prompt inside both), or 'prompt_ids', 'chosen_ids' and 'rejected_ids'."
+    )
+
+
+def _features(counted: bool) -> Any:
+    from datasets import Features, List, Value
+
+    of = {"input_ids": List(Value("int32")), "weights": List(Value("float32")), "values": List(Value("float32"))}
+    if not counted:
+        return Features({**of, "source": Value("int64")})
+    counts = {name: Value("int32") for name in _Counts._fields}
+    return Features({**{name: List(kind) for name, kind in of.items()}, "source": Value("int64"), **counts})
+
+
+class _Preparer:
+    """A batch of rows → a batch of pairs. Final; a class so that it can be sent to other processes."""
+
+    def __init__(self, tokenizer: Any, options: PairOptions, name: str) -> None:
+        self.encoder, self.options, self.name = Encoder(tokenizer), options, name
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
+        rows = [{column: values[at] for column, values in batch.items()} for at in range(len(indices))]
+        found = self._encode(rows, indices)
+        values = [at_row(i, self.name, _values, row) for i, row in zip(indices, rows, strict=True)]
+        cut, counts = [], []
+        for pair in found:
+            both, count = cut_pair(pair, self.options)
+            cut.append(both)
+            counts.append(count)
+        out: dict[str, list[Any]] = {
+            "input_ids": [[x.ids for x in pair] for pair in cut],
+            "weights": [[x.weights for x in pair] for pair in cut],
+            "values": values,
+            "source": list(indices),
+        }
+        return {**out, **{name: [getattr(count, name) for count in counts] for name in _Counts._fields}}
+
+    def _encode(self, rows: list[dict[str, Any]], indices: Sequence[int]) -> list[tuple[Tokens, Tokens]]:
+        if all(rows[0].get(name) is not None for name in TOKENIZED):
+            return [at_row(i, self.name, _tokenized, row) for i, row in zip(indices, rows, strict=True)]
+        drafts = [d for i, row in zip(indices, rows, strict=True) for d in at_row(i, self.name, self._drafts, row)]
+        encoded = [_bordered(ids, weights) for ids, weights in self.encoder.encode(drafts)]
+        return list(zip(encoded[::2], encoded[1::2], strict=True))
+
+    def _drafts(self, row: dict[str, Any]) -> tuple[Draft, Draft]:
+        row = maybe_convert_to_chatml(row)
+        for side in ("chosen", "rejected"):
+            if row.get(side) is None:
+                raise DataError(f"column {side!r} holds None; write a response in every row, or remove the row.")
+        refuse_images({k: row[k] for k in ("prompt", "chosen", "rejected") if k in row})
+        # A column that other rows fill is None here.
+        row |= maybe_extract_prompt({k: row[k] for k in ("prompt", *_SIDES) if row.get(k) is not None})
+        shared = {k: row[k] for k in ("prompt", "tools", "chat_template_kwargs") if row.get(k) is not None}
+        rows = (shared | {"completion": row[side]} for side in _SIDES)
+        chosen, rejected = (completion_draft(self.encoder, each, True, False) for each in rows)
+        return chosen, rejected
+
+
+_SIDES = ("chosen", "rejected")
+
+
+def _bordered(ids: np.ndarray, weights: np.ndarray) -> Tokens:
+    trained = np.flatnonzero(weights)
+    return Tokens(ids, weights, int(trained[0]) if len(trained) else len(ids))
+
+
+def _tokenized(row: Mapping[str, Any]) -> tuple[Tokens, Tokens]:
+    parts = []
+    for name in TOKENIZED:
+        ids = np.asarray(row[name] if row[name] is not None else [], dtype=object)
+        if any(not isinstance(i, (int, np.integer)) for i in ids):
+            raise DataError(f"column {name!r} holds {row[name]!r:.80}; write a list of token ids.")
+        parts.append(ids.astype(np.int32))
+    prompt, *responses = parts
+    chosen, rejected = (
+        Tokens(
+            np.concatenate([prompt, response]),
+            np.concatenate([np.zeros(len(prompt), np.float32), np.ones(len(response), np.float32)]),
+            len(prompt),
+        )
+        for response in responses
+    )
+    return chosen, rejected
+
+
+def cut_pair(pair: tuple[Tokens, Tokens], options: PairOptions) -> tuple[tuple[Tokens, Tokens], _Counts]:
+    """Cut a pair to the limit. The prompt gives way first, at its start and for both alike, down to one token; a
+    response has what the prompt leaves, whatever its twin has.
+
+    e.g. limit 10, prompt of 8, responses of 4 and 2 -> prompts of 6, responses of 4 and 2
+    """
+    limit = options.max_length
+    if min(x.response for x in pair) == 0:
+        return _nothing(_EMPTY)
+    if np.array_equal(pair[0].ids, pair[1].ids):
+        return _nothing(_EQUAL)
+    prompt_cut, cut, lost = 0, [], 0
+    if limit is not None:
+        longest = max(x.response for x in pair)
+        room = max(1, limit - longest)
+        prompt_cut = max(0, min(x.border for x in pair) - room)
+    responses_cut = 0
+    for x in pair:
+        over = 0 if limit is None else max(0, len(x.ids) - prompt_cut - limit)
+        keep = np.r_[prompt_cut : x.border, x.border : len(x.ids) - over]
+        if over and options.truncation_mode == "keep_end":
+            keep = np.r_[prompt_cut : x.border, x.border + over : len(x.ids)]
+        weights = x.weights[keep].copy()
+        weights[:1] = 0.0  # the first token has nothing before it to be predicted from
+        cut.append(Tokens(x.ids[keep], weights, x.border - prompt_cut))
+        lost += prompt_cut + over
+        responses_cut += over > 0
+    if not all(x.weights.any() for x in cut):
+        return _nothing(_EMPTY)
+    if np.array_equal(cut[0].ids, cut[1].ids):
+        return _nothing(_EQUAL)
+    counts = _Counts(_KEPT, prompt_cut, responses_cut, lost, sum(len(x.ids) for x in cut))
+    return (cut[0], cut[1]), counts
+
+
+def _nothing(state: int) -> tuple[tuple[Tokens, Tokens], _Counts]:
+    none = Tokens(np.zeros(0, np.int32), np.zeros(0, np.float32), 0)
+    return (none, none), _Counts(state, 0, 0, 0, 0)
+
+
+def _values(row: Mapping[str, Any]) -> list[list[float]]:
+    """[2][3]: the numbers `VALUES` names, of chosen and rejected."""
+    margin, weight = _number(row, "margin", 0.0), row_weight(row)
+    return [[margin, weight, _number(row, f"ref_{side}_logps", math.nan)] for side in _SIDES]
+
+
+def _number(row: Mapping[str, Any], column: str, default: float) -> float:
+    value = row.get(column)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise DataError(f"column {column!r} is {value!r}; write a finite number, or leave it out.")
+    return float(value)
