@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -131,7 +132,10 @@ def test_hash_is_the_same_in_another_process_and_changes_with_template_tokens_an
         "from data_fixtures import *; from posttrain.data.audit import audit_template\n"
         "print(audit_template(byte_tokenizer(template=CHATML)).hash)"
     )
-    other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    here = Path(__file__).parent  # run from there, it finds the fixtures
+    ran = subprocess.run([sys.executable, "-c", script], cwd=here, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    other = ran.stdout.split()
     base = audited(CHATML).hash
     assert other == [base]
     kwargs = audit_template(byte_tokenizer(template=CHATML), template_kwargs={"enable_thinking": False}).hash
