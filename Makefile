@@ -1,5 +1,5 @@
 # make demo    fine-tune SmolLM2-135M on a small task and measure before and after
-# make test    the whole test suite, slow tests included
+# make test    the whole test suite, slow tests included, in TEST_PROCESSES=2 processes
 # make check   lint, format, types, import layers, size caps
 
 # The first interpreter that is new enough.
@@ -11,6 +11,8 @@ BIN    := $(VENV)/bin
 TORCH_INDEX ?=
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 STAMP  := $(VENV)/.installed
+# A test takes one thread. The tests of a file stay together: they share the pool of two ranks and what it has built.
+TEST_PROCESSES ?= 2
 
 # Everything runs from local files once installed.
 export HF_HUB_OFFLINE := 1
@@ -46,7 +48,7 @@ demo: $(STAMP)
 	@$(BIN)/python demo/run.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --slow
+	$(BIN)/python -m pytest --slow -n $(TEST_PROCESSES) --dist loadfile
 
 check: $(STAMP)
 	$(BIN)/ruff check .

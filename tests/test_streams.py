@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from data_fixtures import byte_tokenizer
 from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets, load_dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +22,11 @@ from peft import LoraConfig
 from pool import POOL
 from tiny import token_rows
 
+from posttrain.data.config import DatasetConfig, DatasetMixtureConfig
+from posttrain.data.mixture import get_dataset
+from posttrain.data.origin import fingerprint
 from posttrain.data.stream import RowReader, StreamItems, must_count
+from posttrain.errors import ConfigError
 from posttrain.trainer.resuming import _packed, _unpacked
 
 ROWS = [{"input_ids": [i] * (3 + i % 5), "weights": [1.0] * (3 + i % 5), "source": i} for i in range(60)]
@@ -265,3 +271,69 @@ def test_mutants_whose_cursor_forgets_something_are_caught(forgotten, files, mon
     monkeypatch.setattr(StreamItems, "state_dict", state_dict)
     with pytest.raises(AssertionError):
         test_any_source_goes_on_where_it_was("jsonl", 12, 7, files)
+
+
+# ---- a stream that changed since
+
+
+TEXTS = [f"{'long ' * (i % 3)}row {i} of a set" for i in range(90)]
+
+
+def mixed(folder: Path, **changes: Any) -> Any:
+    """Two local files, interleaved by weight. changes: fields of the mixture, `weights`, or `texts` of the second."""
+    for name, texts in (("a", TEXTS), ("b", changes.pop("texts", TEXTS[::-1]))):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    pair = zip("ab", changes.pop("weights", (1.0, 2.0)), strict=True)
+    parts = [DatasetConfig(path=str(folder / f"{name}.jsonl"), weight=weight) for name, weight in pair]
+    return get_dataset(DatasetMixtureConfig(parts, streaming=True, mixing="interleave", **changes))["train"]
+
+
+def of_texts(rows: Any, resume: str | None = None, template: str | None = None, **fields: Any) -> Run:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    fields = FIELDS | {"max_length": 24} | fields
+    return run(sft(rows=rows, tokenizer=tokenizer, **fields), resume=resume)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"mixing_seed": 1}, "mixing_seed: 0 there, 1 here"),
+        ({"weights": (2.0, 1.0)}, "source 1, weight: 1.0 there, 2.0 here"),
+        ({"stopping_strategy": "all_exhausted"}, "stopping_strategy: 'first_exhausted' there, 'all_exhausted' here"),
+        ({"texts": [*TEXTS[::-1][:-1], "another text"]}, "source 2, files: "),
+        ({"fields": {"max_length": 20}}, "max_length: 24 there, 20 here"),
+        ({"fields": {"overflow": "drop"}}, "overflow: 'truncate' there, 'drop' here"),
+        ({"fields": {"truncation_mode": "keep_end"}}, "truncation_mode: 'keep_start' there, 'keep_end' here"),
+        ({"fields": {"template": "{{ messages }}"}}, "chat template: "),
+    ],
+    ids=lambda value: next(iter(value.get("fields", value))) if isinstance(value, dict) else "",
+)
+def test_going_on_with_another_stream_is_refused(changed, named, tmp_path):
+    folder = scratch()
+    of_texts(mixed(tmp_path), output_dir=folder)
+    fields = changed.pop("fields", {})
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        of_texts(mixed(tmp_path, **changed), f"{folder}/checkpoint-1", output_dir=scratch(), **fields)
+
+
+def test_files_that_moved_are_the_same_stream(tmp_path):
+    folder = scratch()
+    (tmp_path / "new").mkdir()
+    whole = of_texts(mixed(tmp_path), output_dir=folder)
+    bit_equal(whole, of_texts(mixed(tmp_path / "new"), f"{folder}/checkpoint-1", output_dir=scratch()))
+
+
+def test_a_large_file_is_hashed_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr("posttrain.data.origin._WHOLE", 40)
+    monkeypatch.setattr("posttrain.data.origin._PART", 10)
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(bytes(200))
+    first = fingerprint([file])
+    for place, seen in ((0, True), (199, True), (65, True), (50, False)):
+        data = bytearray(200)
+        data[place] = 1
+        file.write_bytes(data)
+        assert (fingerprint([file]) != first) == seen, place
+    file.write_bytes(bytes(201))
+    assert fingerprint([file]) != first

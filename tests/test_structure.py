@@ -6,10 +6,12 @@ Layers between rooms are in .importlinter.
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -167,6 +169,18 @@ def test_only_the_engine_and_the_meter_cut_gradients_in_trainer():
 def test_package_is_imported_in_one_room(package: str):
     rooms = {room(path) for path, tree in trees().items() if any(is_within(name, package) for name in imports(tree))}
     assert rooms <= {ROOM_OF[package]}
+
+
+def test_what_is_imported_is_declared():
+    """A package that another one happens to bring goes away with it. Trackers are the user's own."""
+    toml: Any = pytest.importorskip("tomllib")  # of Python 3.11
+    project = toml.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = [each for name, each in project["optional-dependencies"].items() if name not in ("test", "docs", "bench")]
+    declared = {re.split(r"[^\w-]", item)[0] for each in [project["dependencies"], *extras] for item in each}
+    nodes = [node for tree in trees().values() for node in ast.walk(tree)]
+    found = {alias.name.split(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    found |= {(node.module or "").split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)}
+    assert {{"yaml": "pyyaml"}.get(n, n) for n in found - sys.stdlib_module_names - {"posttrain"}} <= declared
 
 
 def test_leaf_trainers_do_not_import_each_other():

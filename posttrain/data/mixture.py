@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from posttrain.data.config import DatasetConfig, DatasetMixtureConfig
 from posttrain.data.formats import format_of, without_label
 from posttrain.data.joining import STOPPING_RULES, concatenate, drawn, interleave, is_stream, pack, unpack
-from posttrain.data.sources import as_dict, load_part
+from posttrain.data.origin import remember
+from posttrain.data.sources import as_dict, load_part, local_files
 from posttrain.errors import ConfigError, DataError, EmptyDataError, suggest
 from posttrain.parallel.ranks import say
 
@@ -41,6 +42,8 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableD
         parts, counts = _share_out(parts, counts, [source.fraction or 0.0 for source in sources])
     _check_fit(sources, parts)
     rows = _mix(mixture_config, parts)
+    if mixture_config.streaming:
+        remember(rows, mixture_config, [local_files(source) for source in sources])
     if mixture_config.test_split_size is None:
         return as_dict({"train": rows})
     if len(rows) < 2:

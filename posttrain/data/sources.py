@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
+from posttrain.data.config import DatasetConfig
 from posttrain.data.formats import format_of, without_label
 from posttrain.data.joining import concatenate, is_stream
 from posttrain.data.readers import COMPRESSED, TEXT_FILES, endings, read_rows
+from posttrain.data.splits import pick_split, split_length
 from posttrain.data.tables import check_tables, checked_rows, first_row, read_table
-from posttrain.errors import ConfigError, DataError, EmptyDataError, suggest
+from posttrain.errors import DataError, EmptyDataError
 
 if TYPE_CHECKING:
     from datasets import DatasetDict, IterableDatasetDict
@@ -92,19 +94,10 @@ def load_part(
     parts = [pick_split(found.splits, part, path, found.count) for part in asked]
 
     def count() -> int | None:
-        each = [_length(part, found.count) for part in asked]
+        each = [split_length(part, found.count) for part in asked]
         return None if None in each else sum(n for n in each if n is not None)
 
     return concatenate(parts, [path] * len(parts)), count
-
-
-def _length(split: str, count: Callable[[str], int | None]) -> int | None:
-    name, bracket, part = split.partition("[")
-    rows = count(name)
-    if rows is None or not bracket:
-        return rows
-    low, _, high = part.removesuffix("]").partition(":")
-    return (_place(high, rows, rows) or 0) - (_place(low, 0, rows) or 0)
 
 
 def _load(
@@ -128,52 +121,15 @@ def _load(
     return _load_hub(path, config, streaming, data_files, data_dir, check)
 
 
-# Splits
-
-
-def pick_split(splits: Mapping[str, Any], split: str, path: str, count: Callable[[str], int | None]) -> Any:
-    """One split, or part of one (`train[:100]`, `train[:10%]`). Raises `DataError` naming the splits there are."""
-    name, bracket, part = split.partition("[")
-    if name not in splits:
-        raise DataError(f"{path!r} has no split {name!r}; it has {sorted(splits)}.{suggest(name, splits)}")
-    return _slice(splits[name], part, split, lambda: count(name)) if bracket else splits[name]
-
-
-def _slice(dataset: Any, part: str, split: str, count: Callable[[], int | None]) -> Any:
-    low, colon, high = part.removesuffix("]").partition(":")
-    wrong = DataError(f"Split {split!r} cannot be read; write it as 'train[10:20]' or 'train[:10%]'.")
-    if not colon or not part.endswith("]"):
-        raise wrong
-    try:
-        relative = any("%" in text or "-" in text for text in (low, high))
-        rows = len(dataset) if not is_stream(dataset) else count() if relative else None
-        if rows is None and relative:
-            raise ConfigError(
-                f"Split {split!r} needs the number of rows, which this stream does not tell; write it in rows from "
-                "the start ('train[:1000]'), or turn streaming off."
-            )
-        start, end = _place(low, 0, rows), _place(high, rows, rows)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise wrong from error
-    if start is None or (end is not None and end <= start):
-        raise EmptyDataError(f"Split {split!r} holds no row: it goes from {start} to {end} of {rows} rows.")
-    if is_stream(dataset):
-        rest = dataset.skip(start) if start else dataset
-        return rest if end is None else rest.take(end - start)
-    return dataset.select(range(start, len(dataset) if end is None else end))
-
-
-def _place(text: str, default: int | None, rows: int | None) -> int | None:
-    if not text.strip():
-        return default
-    if text.endswith("%"):
-        assert rows is not None
-        place = round(float(text[:-1]) * rows / 100)
-    else:
-        place = int(text)
-    return place if rows is None else min(rows, max(0, place + rows if place < 0 else place))
+def local_files(source: DatasetConfig) -> list[Path]:
+    """The files a source is read from, in order; none for one on the hub."""
+    where = Path(source.path).expanduser()
+    where = where / source.data_dir if source.data_dir is not None and where.is_dir() else where
+    if where.is_dir() and _is_saved(where):
+        return sorted(where.rglob("*.arrow"))
+    if not where.exists():
+        return []
+    return [file for files in _files_by_split(where, source.data_files).values() for file in files]
 
 
 # Folders of `save_to_disk`

@@ -127,7 +127,9 @@ class StreamItems(IterableDataset):
         on_empty: Callable[[], Exception] | None = None,
         shuffle_window: int = 0,
         seed: int = 0,
+        made_of: dict[str, Any] | None = None,
     ) -> None:
+        self.made_of = made_of or {}  # what `opening_fingerprint` may not show: {name: value}
         self.rows, self.batch_size, self.world_size, self.rank = rows, batch_size, world_size, rank
         self.capacity, self.strategy, self.buffer, self.on_empty = capacity, strategy, buffer, on_empty
         self.shuffle_window, self.seed = shuffle_window, seed
@@ -147,11 +149,13 @@ class StreamItems(IterableDataset):
         """Go on from a cursor in the next iteration, after as many empty micro-batches, which its caller skips."""
         self._resumed = state, micro_batches
 
-    def first_fingerprint(self) -> str:
-        """A hash of the first row: another source most likely begins otherwise. Not while the stream is read."""
-        row = next(iter(self.rows), None)
-        text = "" if row is None else repr((list(row["input_ids"]), list(row["weights"])))
-        return xxhash.xxh3_128(text.encode()).hexdigest()
+    def opening_fingerprint(self, rows: int = 64) -> str:
+        """A hash of the first rows as they are trained: another template, limit or order of sources most likely shows
+        in them. Not while the stream is read."""
+        found = xxhash.xxh3_128()
+        for row in itertools.islice(iter(self.rows), rows):
+            found.update(repr((list(row["input_ids"]), list(row["weights"]))).encode())
+        return found.hexdigest()
 
     def __iter__(self) -> Iterator[list[Item]]:
         reader = RowReader(self.rows, self._row, self.shuffle_window, self.seed)

@@ -87,8 +87,13 @@ def _worker_options(args: Any, streaming: bool = False) -> dict[str, Any]:
     return options
 
 
-def make_items(rows: Any, args: Any, packing: bool, name: str) -> RowItems | StreamItems:
-    """Prepared rows → what the loader indexes: rows, or bins of `max_length` tokens packed over the whole set."""
+def make_items(
+    rows: Any, args: Any, packing: bool, name: str, made_of: dict[str, Any] | None = None
+) -> RowItems | StreamItems:
+    """Prepared rows → what the loader indexes: rows, or bins of `max_length` tokens packed over the whole set.
+
+    made_of: of a stream, what its rows come from and how they are made, for the record of the run
+    """
     # Evaluation never cuts a row at a bin's border: its loss would depend on the packing.
     capacity = args.max_length if packing else None
     strategy = args.packing_strategy if packing and name == "train" else "bfd"
@@ -112,6 +117,7 @@ def make_items(rows: Any, args: Any, packing: bool, name: str) -> RowItems | Str
             on_empty=lambda: EmptyDataError(f"The {name} stream has no row with something to train."),
             shuffle_window=args.shuffle_buffer_size if shuffled else 0,
             seed=order_seed(args),
+            made_of=made_of,
         )
     if shuffled:
         rows = rows.shuffle(seed=order_seed(args))

@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import xxhash
+
 from posttrain.data.pairs import PairOptions
 from posttrain.data.rows import SFTRowOptions
 from posttrain.errors import ConfigError
@@ -52,6 +54,20 @@ def sft_row_options(
         keep_long=packing and name == "train" and args.packing_strategy == "wrapped" and overflow == "split",
         formatting_func=formatting_func,
     )
+
+
+_ROWS = ("dataset_text_field", "max_length", "truncation_mode", "completion_only_loss", "assistant_only_loss")
+
+
+def row_settings(args: Any, tokenizer: Any) -> dict[str, Any]:
+    """What rows of an `SFTConfig` are made by, in plain values that a record holds."""
+    template = str(tokenizer.chat_template or "").encode()
+    return {
+        **{name: getattr(args, name) for name in _ROWS},
+        "overflow": overflow_of(args),
+        "eos_token": tokenizer.eos_token,
+        "chat template": xxhash.xxh3_128(template).hexdigest(),
+    }
 
 
 def check_references(args: Any) -> None:

@@ -126,8 +126,9 @@ def _data(items: Any) -> dict[str, Any]:
     if isinstance(items, StreamItems):
         return {
             "kind": "a stream",
-            "first row": items.first_fingerprint(),
-            "max_length": items.capacity,
+            "first rows": items.opening_fingerprint(),
+            **items.made_of,
+            "packed to": items.capacity,
             "packing_strategy": items.strategy if items.capacity else None,
             "shuffle_buffer_size": items.shuffle_window,
         }

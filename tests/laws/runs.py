@@ -89,6 +89,7 @@ def sft(
     eval_rows: Any = None,
     peft_config: Any = None,
     packing: bool = False,
+    tokenizer: Any = None,
     **fields: Any,
 ) -> SFTTrainer:
     """An SFT trainer on a tiny Qwen3, 12 rows of 4 to 24 tokens of which a third is masked."""
@@ -96,10 +97,10 @@ def sft(
     fields.setdefault("output_dir", scratch())
     return SFTTrainer(
         tiny_model("qwen3") if model is None else model,
-        SFTConfig(packing=packing, max_length=64, **fields),
+        SFTConfig(**{"packing": packing, "max_length": 64} | fields),
         train_dataset=token_rows() if rows is None else rows,
         eval_dataset=eval_rows,
-        processing_class=byte_tokenizer(),
+        processing_class=byte_tokenizer() if tokenizer is None else tokenizer,
         peft_config=peft_config,
     )
 
