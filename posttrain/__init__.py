@@ -31,6 +31,7 @@ _ROOMS = {
     "posttrain.trainer.cloning": ["clone_chat_template"],
     "posttrain.model.reference": ["create_reference_model"],
     "posttrain.trainer.dpo": ["DPOConfig", "DPOTrainer"],
+    "posttrain.trainer.kto": ["KTOConfig", "KTOTrainer"],
     "posttrain.trainer.sft": ["SFTConfig", "SFTTrainer"],
     "posttrain.trainer.callbacks": ["BEMACallback", "RichProgressCallback", "SyncRefModelCallback"],
     "posttrain.trainer.logged": ["LogCompletionsCallback", "WeaveCallback"],
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from posttrain.trainer.callbacks import BEMACallback, RichProgressCallback, SyncRefModelCallback
     from posttrain.trainer.cloning import clone_chat_template
     from posttrain.trainer.dpo import DPOConfig, DPOTrainer
+    from posttrain.trainer.kto import KTOConfig, KTOTrainer
     from posttrain.trainer.logged import LogCompletionsCallback, WeaveCallback
     from posttrain.trainer.sft import SFTConfig, SFTTrainer
 

@@ -32,6 +32,7 @@ ROOT = Path(__file__).parent.parent
 NAMES = ("quickstart", "sft", "models", "loop", "design", "extending", "adapters", "distributed", "migrating")
 NAMES += (
     "dpo",
+    "kto",
     "performance",
     "data",
     "templates",

@@ -38,6 +38,13 @@ COMMANDS = {
         "posttrain.cli.run:check_dpo",
         "posttrain.cli.run:dry_dpo",
     ),
+    "kto": Command(
+        "Preference optimisation, on responses that are each desirable or not: KTO and its kin.",
+        (*_COMMON, "posttrain.trainer.kto:KTOConfig"),
+        "posttrain.cli.run:kto",
+        "posttrain.cli.run:check_kto",
+        "posttrain.cli.run:dry_kto",
+    ),
     "inspect": Command(
         "Look at the rows of a run, and find what is wrong with them.",
         (

@@ -62,7 +62,7 @@ def _config_of(method: str) -> str:
 
 
 def train(method: str, values: Values) -> None:
-    """`posttrain sft`, `posttrain dpo`."""
+    """`posttrain sft`, `posttrain dpo`, `posttrain kto`."""
     trainer, script, resume = build(method, values)
     record(trainer)
     finish(trainer, script, resume)
@@ -248,3 +248,4 @@ def ignore_bool_buffers(model: Any) -> None:
 
 sft, dry_sft, check_sft = partial(train, "sft"), partial(dry_run, "sft"), partial(check_run, "sft")
 dpo, dry_dpo, check_dpo = partial(train, "dpo"), partial(dry_run, "dpo"), partial(check_run, "dpo")
+kto, dry_kto, check_kto = partial(train, "kto"), partial(dry_run, "kto"), partial(check_run, "kto")

@@ -215,9 +215,9 @@ class _Preparer:
 
     def _encode(self, rows: list[dict[str, Any]], indices: Sequence[int]) -> list[tuple[Tokens, Tokens]]:
         if all(rows[0].get(name) is not None for name in TOKENIZED):
-            return [at_row(i, self.name, _tokenized, row) for i, row in zip(indices, rows, strict=True)]
+            return [tuple(at_row(i, self.name, tokenized, row)) for i, row in zip(indices, rows, strict=True)]
         drafts = [d for i, row in zip(indices, rows, strict=True) for d in at_row(i, self.name, self._drafts, row)]
-        encoded = [_bordered(ids, weights) for ids, weights in self.encoder.encode(drafts)]
+        encoded = [bordered(ids, weights) for ids, weights in self.encoder.encode(drafts)]
         return list(zip(encoded[::2], encoded[1::2], strict=True))
 
     def _drafts(self, row: dict[str, Any]) -> tuple[Draft, Draft]:
@@ -237,28 +237,29 @@ class _Preparer:
 _SIDES = ("chosen", "rejected")
 
 
-def _bordered(ids: np.ndarray, weights: np.ndarray) -> Tokens:
+def bordered(ids: np.ndarray, weights: np.ndarray) -> Tokens:
+    """An encoded row, whose response is what is trained."""
     trained = np.flatnonzero(weights)
     return Tokens(ids, weights, int(trained[0]) if len(trained) else len(ids))
 
 
-def _tokenized(row: Mapping[str, Any]) -> tuple[Tokens, Tokens]:
+def tokenized(row: Mapping[str, Any], names: Sequence[str] = TOKENIZED) -> list[Tokens]:
+    """A prompt's token ids with those of each response. `names`: the columns, the prompt's first."""
     parts = []
-    for name in TOKENIZED:
+    for name in names:
         ids = np.asarray(row[name] if row[name] is not None else [], dtype=object)
         if any(not isinstance(i, (int, np.integer)) for i in ids):
             raise DataError(f"column {name!r} holds {row[name]!r:.80}; write a list of token ids.")
         parts.append(ids.astype(np.int32))
     prompt, *responses = parts
-    chosen, rejected = (
+    return [
         Tokens(
             np.concatenate([prompt, response]),
             np.concatenate([np.zeros(len(prompt), np.float32), np.ones(len(response), np.float32)]),
             len(prompt),
         )
         for response in responses
-    )
-    return chosen, rejected
+    ]
 
 
 def cut_pair(pair: tuple[Tokens, Tokens], options: PairOptions) -> tuple[tuple[Tokens, Tokens], _Counts]:
@@ -272,28 +273,36 @@ def cut_pair(pair: tuple[Tokens, Tokens], options: PairOptions) -> tuple[tuple[T
         return _nothing(_EMPTY)
     if np.array_equal(pair[0].ids, pair[1].ids):
         return _nothing(_EQUAL)
-    prompt_cut, cut, lost = 0, [], 0
-    if limit is not None:
-        longest = max(x.response for x in pair)
-        room = max(1, limit - longest)
-        prompt_cut = max(0, min(x.border for x in pair) - room)
-    responses_cut = 0
-    for x in pair:
-        over = 0 if limit is None else max(0, len(x.ids) - prompt_cut - limit)
-        keep = np.r_[prompt_cut : x.border, x.border : len(x.ids) - over]
-        if over and options.truncation_mode == "keep_end":
-            keep = np.r_[prompt_cut : x.border, x.border + over : len(x.ids)]
-        weights = x.weights[keep].copy()
-        weights[:1] = 0.0  # the first token has nothing before it to be predicted from
-        cut.append(Tokens(x.ids[keep], weights, x.border - prompt_cut))
-        lost += prompt_cut + over
-        responses_cut += over > 0
+    prompt_cut = prompt_excess(pair, limit)
+    cut = [cut_response(x, prompt_cut, options) for x in pair]
+    lost = [len(x.ids) - len(y.ids) for x, y in zip(pair, cut, strict=True)]
+    responses_cut = sum(each > prompt_cut for each in lost)
     if not all(x.weights.any() for x in cut):
         return _nothing(_EMPTY)
     if np.array_equal(cut[0].ids, cut[1].ids):
         return _nothing(_EQUAL)
-    counts = _Counts(_KEPT, prompt_cut, responses_cut, lost, sum(len(x.ids) for x in cut))
+    counts = _Counts(_KEPT, prompt_cut, responses_cut, sum(lost), sum(len(x.ids) for x in cut))
     return (cut[0], cut[1]), counts
+
+
+def prompt_excess(responses: Sequence[Tokens], limit: int | None) -> int:
+    """Tokens to take from the start of a prompt, so that the longest of its responses fits; one token of it stays."""
+    if limit is None:
+        return 0
+    room = max(1, limit - max(x.response for x in responses))
+    return max(0, min(x.border for x in responses) - room)
+
+
+def cut_response(x: Tokens, prompt_cut: int, options: PairOptions) -> Tokens:
+    """A prompt without its first `prompt_cut` tokens, and what the limit then leaves of the response."""
+    limit = options.max_length
+    over = 0 if limit is None else max(0, len(x.ids) - prompt_cut - limit)
+    keep = np.r_[prompt_cut : x.border, x.border : len(x.ids) - over]
+    if over and options.truncation_mode == "keep_end":
+        keep = np.r_[prompt_cut : x.border, x.border + over : len(x.ids)]
+    weights = x.weights[keep].copy()
+    weights[:1] = 0.0  # the first token has nothing before it to be predicted from
+    return Tokens(x.ids[keep], weights, x.border - prompt_cut)
 
 
 def _nothing(state: int) -> tuple[tuple[Tokens, Tokens], _Counts]:
@@ -303,11 +312,12 @@ def _nothing(state: int) -> tuple[tuple[Tokens, Tokens], _Counts]:
 
 def _values(row: Mapping[str, Any]) -> list[list[float]]:
     """[2][3]: the numbers `VALUES` names, of chosen and rejected."""
-    margin, weight = _number(row, "margin", 0.0), row_weight(row)
-    return [[margin, weight, _number(row, f"ref_{side}_logps", math.nan)] for side in _SIDES]
+    margin, weight = number(row, "margin", 0.0), row_weight(row)
+    return [[margin, weight, number(row, f"ref_{side}_logps", math.nan)] for side in _SIDES]
 
 
-def _number(row: Mapping[str, Any], column: str, default: float) -> float:
+def number(row: Mapping[str, Any], column: str, default: float) -> float:
+    """A column that may be missing. Raises `DataError` for what is no finite number."""
     value = row.get(column)
     if value is None:
         return default

@@ -12,6 +12,9 @@ from posttrain.model.padding import padded_length
 from posttrain.parallel.ranks import gather_objects
 from posttrain.types import Mean, TokenBatch
 
+# Of means over different rows: no mean of anything, so they do not add.
+_DIFFERENCES = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
+
 
 class Meter:
     """Adds up `Mean`s between two log lines. Nothing waits for the device, and no rank for another, until `drain`."""
@@ -45,7 +48,11 @@ class Meter:
                 sums = totals.setdefault(name, [0.0, 0.0])
                 sums[0] += total
                 sums[1] += weight
-        return {name: total / weight for name, (total, weight) in sorted(totals.items()) if weight} | largest
+        means = {name: total / weight for name, (total, weight) in sorted(totals.items()) if weight}
+        for name, parts in _DIFFERENCES.items():
+            if name not in means and all(part in means for part in parts):
+                means[name] = means[parts[0]] - means[parts[1]]
+        return means | largest
 
 
 def _cut(value: Tensor | float) -> Tensor | float:

@@ -12,6 +12,7 @@ import xxhash
 from posttrain.data.pairs import PairOptions
 from posttrain.data.rows import SFTRowOptions
 from posttrain.errors import ConfigError
+from posttrain.parallel.ranks import world_size
 
 
 def check_sft(args: Any) -> None:
@@ -71,9 +72,14 @@ def row_settings(args: Any, tokenizer: Any) -> dict[str, Any]:
 
 
 def check_references(args: Any) -> None:
-    """Raise `ConfigError` for fields of a `DPOConfig` about rows and the reference that do not go together."""
+    """Raise `ConfigError` for fields of a `DPOConfig` or `KTOConfig` about rows and reference that do not fit."""
     if args.max_length is not None and args.max_length < 2:
         raise ConfigError(f"`max_length` is {args.max_length}; a response needs one token before it: set 2 or more.")
+    if args.precompute_ref_log_probs and args.needs("kl"):
+        raise ConfigError(
+            f"`precompute_ref_log_probs` is on, and `loss_type` {args.loss_type!r} compares with mismatched rows that "
+            "are made step by step; turn it off, or take apo_zero_unpaired or bco."
+        )
     if args.sync_ref_model and args.precompute_ref_log_probs:
         raise ConfigError(
             "`sync_ref_model` and `precompute_ref_log_probs` are both on: a reference that moves is not found once."
@@ -104,3 +110,26 @@ def pair_options(args: Any) -> PairOptions:
     references = "" if args.compares else "the loss compares with no reference"
     references = "`sync_ref_model` moves the reference" if args.sync_ref_model else references
     return PairOptions(args.max_length, args.truncation_mode, args.margins_ignored, references)
+
+
+def unpaired_options(args: Any) -> PairOptions:
+    """How labelled responses are encoded and cut, and which of their columns would have no effect."""
+    references = "`sync_ref_model` moves the reference" if args.sync_ref_model else ""
+    if args.needs("kl"):
+        references = f"`loss_type` {args.loss_type!r} scores the reference on mismatched rows too"
+    return PairOptions(args.max_length, references=references)
+
+
+def check_unpaired_window(args: Any, items: Any) -> None:
+    """Raise `ConfigError` where an optimizer step would hold one row: KTO's z comes from rows given each other's
+    responses."""
+    if items is None or not args.needs("kl"):
+        return
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * world_size()
+    if rows < 2 or len(items) < 2:
+        what = "an optimizer step holds one; raise `per_device_train_batch_size` or `gradient_accumulation_steps`"
+        what = what if rows < 2 else "the training set holds one; give more rows"
+        raise ConfigError(
+            f"`loss_type` {args.loss_type!r} gives rows each other's responses, and {what}, or take apo_zero_unpaired "
+            "or bco."
+        )

@@ -120,7 +120,7 @@ def scored_sums(
 
 def precompute_all(trainer: Any, batch_size: int) -> None:
     """Score a trainer's reference on its data sets now, and let it go where it is a second model."""
-    reference, ld_alpha = trainer.reference, trainer.args.ld_alpha
+    reference, ld_alpha = trainer.reference, getattr(trainer.args, "ld_alpha", None)
     trainer._evaluation_model(None)  # a model is placed on its ranks once
 
     def found(items: RowItems | None, name: str) -> RowItems | None:
@@ -149,9 +149,11 @@ def precompute(
     keys = row_keys(items.rows)
     file = cache_folder() / f"{_identity(trainer, reference, ld_alpha)}.npz"
     known = _read(file)
-    missing = [row for row in range(0, len(keys), 2) if not {keys[row], keys[row + 1]} <= known.keys()]
-    total = len(keys) // 2
-    say(f"{name}: reference log-probabilities of {total - len(missing)} of {total} pairs were found in {file}")
+    each = len(keys) // len(items)  # rows of an item: 2 of a pair
+    missing = [row for row in range(0, len(keys), each) if not {*keys[row : row + each]} <= known.keys()]
+    total = len(items)
+    what = "pairs" if each > 1 else "rows"
+    say(f"{name}: reference log-probabilities of {total - len(missing)} of {total} {what} were found in {file}")
     if missing:
         known |= _score(trainer, items, reference, ld_alpha, missing, keys, batch_size)
         if rank() == 0:
@@ -185,15 +187,15 @@ def _score(
     keys: list[int],
     batch_size: int,
 ) -> dict[int, float]:
-    """{key of a row: log-probability} of the pairs whose first rows are given, from all ranks."""
-    args, found = trainer.args, {}
+    """{key of a row: log-probability} of the items whose first rows are given, from all ranks."""
+    args, found, each = trainer.args, {}, len(keys) // len(items)
     # As every evaluation deals out its rows: the last micro-batches may be empty, and every rank has as many.
     for some in WindowSampler(len(missing), batch_size, 1, world_size(), rank()):
-        pairs = [items[missing[i] // 2] for i in some]
-        batch = with_tail_weights(trainer.collator(pairs)["batch"], ld_alpha)
+        chosen = [items[missing[i] // each] for i in some]
+        batch = with_tail_weights(trainer.collator(chosen)["batch"], ld_alpha)
         with torch.no_grad():
             sums = reference_sums(reference, trainer.model_wrapped, batch, args.device, args.max_tokens_per_forward)
-        rows = [missing[i] + side for i in some for side in (0, 1)]
+        rows = [missing[i] + side for i in some for side in range(each)]
         found |= {keys[row]: value for row, value in zip(rows, sums.tolist(), strict=True)}
     return {key: value for part in gather_objects(found) for key, value in part.items()}
 
@@ -285,7 +287,7 @@ def compare_with_start(trainer: Any, chosen: Sequence[Experience]) -> tuple[str,
     for exp in chosen:
         found = trainer.loss_step(trainer.model_wrapped, exp.to(args.device))
         losses.append(float(found.total) / float(trainer.unit(exp)))
-        for side in ("chosen", "rejected"):
+        for side in (side for side in ("chosen", "rejected") if float(found.metrics[f"lengths/{side}"].weight)):
             reward, length = (float(found.metrics[f"{what}/{side}"].total) for what in ("rewards", "lengths"))
             off, tokens = max(off, abs(reward) / args.beta / length), max(tokens, length)
     plain = args.loss_type == ["sigmoid"] and args.loss_weights is None and not args.use_weighting

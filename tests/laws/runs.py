@@ -19,7 +19,7 @@ from tiny import tiny_model, token_rows
 from torch import Tensor
 from transformers import TrainerCallback
 
-from posttrain import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from posttrain import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 # A run of a trainer collects garbage; without this it looks at every object of torch and transformers each time.
 gc.collect()
@@ -135,7 +135,35 @@ def dpo(
     )
 
 
-TRAINERS: dict[str, Callable[..., Any]] = {"sft": sft, "dpo": dpo}
+def labelled_from(rows: Any) -> Dataset:
+    """Labelled responses of token ids from token rows: what is not trained is the prompt, the rest the response. Two of
+    three are desirable."""
+    made = []
+    for at, row in enumerate(rows):
+        border = max(1, sum(label == -100 for label in row["labels"]))
+        prompt, response = row["input_ids"][:border], row["input_ids"][border:]
+        made.append({"prompt_ids": prompt, "completion_ids": response, "label": at % 3 != 1})
+        made[-1] |= {"sample_weight": 1.0 + at % 2}
+    return Dataset.from_list(made)
+
+
+def kto(
+    model: Any = None, rows: Any = None, eval_rows: Any = None, peft_config: Any = None, **fields: Any
+) -> KTOTrainer:
+    """A KTO trainer on a tiny Qwen3 and labelled responses made of the rows of `sft`."""
+    fields = {"beta": 0.5, "desirable_weight": 1.5} | FIELDS | {"learning_rate": 0.1} | fields
+    fields.setdefault("output_dir", scratch())
+    return KTOTrainer(
+        tiny_model("qwen3") if model is None else model,
+        args=KTOConfig(max_length=128, **fields),
+        train_dataset=labelled_from(token_rows() if rows is None else rows),
+        eval_dataset=None if eval_rows is None else labelled_from(eval_rows),
+        processing_class=byte_tokenizer(),
+        peft_config=peft_config,
+    )
+
+
+TRAINERS: dict[str, Callable[..., Any]] = {"sft": sft, "dpo": dpo, "kto": kto}
 
 
 def same(a: Run, b: Run, tolerance: float = 1e-5) -> None:

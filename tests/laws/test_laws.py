@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from laws.mutants import active, applied
-from laws.runs import TRAINERS, Run, bit_equal, pairs_from, run, same, scratch
+from laws.runs import TRAINERS, Run, bit_equal, labelled_from, pairs_from, run, same, scratch
 from peft import LoraConfig
 from pool import POOL
 from tiny import tiny_model, token_rows
@@ -23,10 +23,11 @@ from posttrain.model.scoring import bind_head
 
 LAWS: dict[str, Law] = {}
 # Laws that say nothing of a trainer: pairs are not packed into bins.
-WITHOUT = {"dpo": {"packing", "resume_packed"}}
+WITHOUT = {"dpo": {"packing", "resume_packed"}, "kto": {"packing", "resume_packed"}}
 # Metrics that differ from micro-batch to micro-batch.
 METRICS = {
     "sft": ("entropy", "mean_token_accuracy"),
+    "kto": ("entropy", "logps/chosen", "lengths/rejected", "kl"),
     "dpo": ("entropy", "logps/chosen", "lengths/rejected", "loss/sft"),
 }
 
@@ -171,7 +172,15 @@ def plain_pair_loss(model: Any, rows: Any) -> float:
     return total / weights
 
 
-PLAIN = {"sft": plain_loss, "dpo": plain_pair_loss}
+def plain_labelled_loss(model: Any, rows: Any) -> float:
+    """λ/2 of a policy that is its own reference: z is 0. A weighted mean."""
+    labelled = labelled_from(rows)
+    weights = [row["sample_weight"] for row in labelled]
+    losses = [0.75 if row["label"] else 0.5 for row in labelled]
+    return sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights)
+
+
+PLAIN = {"sft": plain_loss, "dpo": plain_pair_loss, "kto": plain_labelled_loss}
 
 
 @law("adapter_not_zero")
