@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+# Whoever imports peft imports bitsandbytes, which warns on some CPUs that an optional package is not there.
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda r: "kernels-community" not in str(r.msg))
 
 _ROOMS = {
     "posttrain.data.chat": ["apply_chat_template", "maybe_apply_chat_template"],

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from strategies import STRATEGIES, clean, lora
 from tiny import tiny_model, token_rows
 from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from posttrain.errors import ConfigError, ModelError
 from posttrain.model.merge import difference, merge_adapter, probe_logits
@@ -401,6 +402,15 @@ def test_what_is_no_checkpoint(three, tmp_path):
             sft(resume_from_checkpoint=str(asked)).train()
 
 
+@pytest.mark.parametrize("text", ['{"trainer": "SFTTrainer"}', "[1]", '{"shapes": 3, "settings": {}}', "{"])
+def test_a_record_of_another_program_is_none(text, copied, capsys):
+    checkpoint = copied / "checkpoint-2"
+    (checkpoint / "run.json").write_text(text)
+    (checkpoint / "manifest.json").unlink()
+    resumed(copied, resume_from_checkpoint=str(checkpoint)).train()
+    assert "has no run.json of this library" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("named", ["file", "folder"])
 def test_gguf_that_is_not_dequantized(named, tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
@@ -483,8 +493,9 @@ def test_what_became_of_the_learning_rate_is_what_is_told(copied, capsys):
         (1e-2, True, 1e-2, "DeepSpeed keeps"),
         (0.0, False, 1e-2, "of 0"),
     ]
+    record = json.loads((copied / "checkpoint-2" / "run.json").read_text())
     for then, deepspeed, rate, text in cases:
-        (copied / "run.json").write_text(json.dumps({"settings": {"learning_rate": then}}))
+        (copied / "run.json").write_text(json.dumps(record | {"settings": {"learning_rate": then}}))
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2)
         trainer = SimpleNamespace(
             is_deepspeed_enabled=deepspeed,
@@ -528,6 +539,32 @@ def test_patience_goes_on_counting(tmp_path):
     again = build(max_steps=9, resume_from_checkpoint="last")
     again.train()
     assert again.state.global_step == 3
+
+
+class Counted(TrainerCallback, ExportableState):
+    def __init__(self, start: int) -> None:
+        self.count = start
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.count += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"count": self.count}}
+
+
+def test_two_callbacks_of_one_class_go_on_each(copied):
+    def build(*starts: int, **fields: Any) -> list[Counted]:
+        found = [Counted(start) for start in starts]
+        trainer = resumed(copied, **fields)
+        for each in found:
+            trainer.add_callback(each)
+        trainer.train()
+        return found
+
+    resume = {"resume_from_checkpoint": str(copied / "checkpoint-2")}
+    build(10, 50, **resume)
+    first, second = build(0, 0, resume_from_checkpoint=str(copied / "checkpoint-3"), max_steps=5)
+    assert (first.count, second.count) == (13, 53)
 
 
 # ---- C73 -------------------------------------------------------------------------------------------------------------

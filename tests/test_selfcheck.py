@@ -61,6 +61,7 @@ def test_they_pass_and_leave_no_trace(fields: dict[str, Any]):
 def test_what_they_found_is_in_the_checkpoint(tmp_path: Path):
     run(sft(**ON, output_dir=str(tmp_path), save_strategy="steps", save_steps=2))
     found = json.loads((tmp_path / "checkpoint-2" / "selfcheck.json").read_text())
+    assert found == json.loads((tmp_path / "selfcheck.json").read_text())
     assert [line["name"] for line in found] == ["accumulation", "gradients", "forest", "template"]
     assert "1 micro-batch of 2 units against 2 of 1" in found[0]["text"]
 

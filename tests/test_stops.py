@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 
 from posttrain.errors import ConfigError, NonFiniteError
 from posttrain.parallel.ranks import gather_objects, on_every_rank, rank
+from posttrain.report.runlog import read_run
 from posttrain.trainer import stops
 from posttrain.trainer.failed import load_failed, replay_failed
 
@@ -261,6 +262,8 @@ def test_a_step_that_is_not_finite_names_and_saves_its_rows(tmp_path: Path):
     trainer = poisoned(output_dir=str(tmp_path))
     with pytest.raises(NonFiniteError, match=r"step 2: .*rows [4-7, ]+ of.*Row 6 alone has loss nan"):
         trainer.train()
+    found = read_run(tmp_path)
+    assert found.state == "failed" and found.events[-1]["error"].startswith("NonFiniteError: step 2: ")
     folder = tmp_path / "failed-step-2"
     facts = json.loads((folder / "rank0.json").read_text())
     assert sorted(row for rows in facts["rows"] for row in rows) == [4, 5, 6, 7] and facts["loss"] == "nan"

@@ -26,7 +26,7 @@ from posttrain.data.config import DatasetConfig, DatasetMixtureConfig
 from posttrain.data.mixture import get_dataset
 from posttrain.data.origin import fingerprint
 from posttrain.data.stream import RowReader, StreamItems, must_count
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, EmptyDataError
 from posttrain.trainer.resuming import _packed, _unpacked
 
 ROWS = [{"input_ids": [i] * (3 + i % 5), "weights": [1.0] * (3 + i % 5), "source": i} for i in range(60)]
@@ -337,3 +337,35 @@ def test_a_large_file_is_hashed_in_parts(tmp_path, monkeypatch):
         assert (fingerprint([file]) != first) == seen, place
     file.write_bytes(bytes(201))
     assert fingerprint([file]) != first
+
+
+def test_c75_a_row_that_is_dropped_moves_the_cursor_on():
+    """Row 2 has nothing to train. Saved after row 9 was taken, the run goes on at row 10."""
+    rows = [{"input_ids": [i + 1] * 4, "labels": [-100 if i == 2 else i + 1] * 4} for i in range(24)]
+    used: dict[str, list[list[int]]] = {"whole": [], "rest": []}
+
+    def build(name: str, folder: str, **fields: Any) -> Run:
+        trainer = sft(
+            rows=Dataset.from_list(rows).to_iterable_dataset(), output_dir=folder, skip_self_checks=["all"],
+            per_device_train_batch_size=3, **{**FIELDS, "gradient_accumulation_steps": 1} | fields,
+        )  # fmt: skip
+        make = trainer.experience
+        trainer.experience = lambda window: used[name].extend(list(b.source) for b in window) or make(window)
+        return run(trainer, resume=fields.get("resume_from_checkpoint"))
+
+    folder = scratch()
+    whole = build("whole", folder)
+    assert used["whole"][:4] == [[0, 1, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]]
+    rest = build("rest", scratch(), resume_from_checkpoint=f"{folder}/checkpoint-3")
+    assert [each for each in used["rest"] if each] == used["whole"][3:]
+    bit_equal(whole, rest)
+
+
+def test_a_part_that_begins_after_the_end_of_a_stream(files):
+    with pytest.raises(EmptyDataError, match="the stream ends before row 1000"):
+        get_dataset(DatasetMixtureConfig([DatasetConfig(str(files / "0.jsonl"), split="train[1000:]")], streaming=True))
+
+
+def test_a_window_without_a_stream_is_said(capsys):
+    sft(shuffle_buffer_size=7)
+    assert "`shuffle_buffer_size` 7 is not used" in capsys.readouterr().err

@@ -120,6 +120,9 @@ class RowItems(Dataset):
                     digest.update(lengths.to_numpy().astype("<i4").tobytes())
                 values = column if name == "source" else pc.call_function("list_flatten", [column])
                 digest.update(np.ascontiguousarray(values.to_numpy()).tobytes())
+            if "values" in part.column_names:
+                values = pc.call_function("list_flatten", [part.column("values")])
+                digest.update(values.to_numpy().astype("<f8").tobytes() + b"|")
         for pieces in self.bins or ():
             digest.update(np.asarray([(p.row, p.start, p.end) for p in pieces], dtype="<i8").tobytes() + b"|")
         return digest.hexdigest()

@@ -39,7 +39,10 @@ def _slice(dataset: Any, part: str, split: str, count: Callable[[], int | None])
         raise EmptyDataError(f"Split {split!r} holds no row: it goes from {start} to {end} of {rows} rows.")
     if is_stream(dataset):
         rest = dataset.skip(start) if start else dataset
-        return rest if end is None else rest.take(end - start)
+        found = rest if end is None else rest.take(end - start)
+        if start and next(iter(found), None) is None:
+            raise EmptyDataError(f"Split {split!r} holds no row: the stream ends before row {start}.")
+        return found
     return dataset.select(range(start, len(dataset) if end is None else end))
 
 

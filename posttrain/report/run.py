@@ -144,7 +144,7 @@ def _curves(runs: Sequence[Run]) -> list[Markup]:
     rest = sorted(k for k in others - _KNOWN - _NO_CURVE if not k.endswith(timings) and not k.startswith("train_"))
     pairs = [k for k in rest if not (k.startswith("eval_") and k.removeprefix("eval_") in rest)]
     for key in pairs:
-        chart = _chart(runs, key.replace("_", " ").capitalize(), key, [key, f"eval_{key}"], False)
+        chart = _chart(runs, key.replace("_", " ").capitalize(), "", [key, f"eval_{key}"], False)
         found += [chart] if chart else []
     return found
 

@@ -11,6 +11,8 @@ from typing import Any
 from posttrain.errors import ConfigError
 from posttrain.files import read_object
 
+_BEGINS, _ENDS = ("started", "resumed"), ("finished", "stopped", "failed")
+
 
 @dataclass
 class Run:
@@ -39,11 +41,11 @@ class Run:
 
     @property
     def state(self) -> str:
-        """ "finished", "stopped", or "unfinished": killed, failed or still training."""
-        ends = [e["event"] for e in self.events if e.get("event") in ("started", "resumed", "finished", "stopped")]
+        """ "finished", "stopped", "failed" with an error, or "unfinished": killed or still training."""
+        ends = [e["event"] for e in self.events if e.get("event") in (*_BEGINS, *_ENDS)]
         if not ends:
             return "finished" if any("train_runtime" in line for line in self.lines) else "unfinished"
-        return ends[-1] if ends[-1] in ("finished", "stopped") else "unfinished"
+        return ends[-1] if ends[-1] in _ENDS else "unfinished"
 
 
 def read_run(path: str | Path) -> Run:

@@ -22,6 +22,8 @@ from posttrain.data.stream import StreamItems
 from posttrain.errors import ConfigError, EmptyDataError
 from posttrain.parallel.ranks import rank, say, world_size
 
+_WINDOW = 1000  # the default of `shuffle_buffer_size`
+
 
 class EpochLoader(DataLoader):
     """A loader that tells its sampler the epoch; the base class asks the loader, not the sampler."""
@@ -118,6 +120,11 @@ def make_items(
             shuffle_window=args.shuffle_buffer_size if shuffled else 0,
             seed=order_seed(args),
             made_of=made_of,
+        )
+    if name == "train" and args.shuffle_buffer_size != _WINDOW:
+        say(
+            f"`shuffle_buffer_size` {args.shuffle_buffer_size} is not used: the rows are no stream, and "
+            "`shuffle_dataset` shuffles them all"
         )
     if shuffled:
         rows = rows.shuffle(seed=order_seed(args))

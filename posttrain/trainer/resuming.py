@@ -42,6 +42,19 @@ _USED = (
     "fp16",
 )
 
+# What every record has.
+_ENTRIES: dict[str, Any] = {
+    "trainer": str,
+    "model": str,
+    "adapter": bool,
+    "shapes": dict,
+    "data": dict,
+    "order": dict,
+    "optim": str,
+    "ranks": int,
+    "settings": dict,
+}
+
 
 @contextlib.contextmanager
 def opened_run(trainer: Any, asked: str | bool | None) -> Iterator[str | None]:
@@ -149,7 +162,9 @@ def compare(trainer: Any, checkpoint: Path, now: Any) -> None:
     then = read_record(checkpoint)
     if then is None:
         _compare_foreign(checkpoint, now)
-        say(f"{checkpoint} has no {RECORD}: whether data and batch sizes are the same cannot be checked")
+        say(
+            f"{checkpoint} has no {RECORD} of this library: whether data and batch sizes are the same cannot be checked"
+        )
         return
     where = f"`resume_from_checkpoint`: {checkpoint}"
     if then["trainer"] != now["trainer"]:
@@ -173,10 +188,14 @@ def compare(trainer: Any, checkpoint: Path, now: Any) -> None:
 
 
 def read_record(checkpoint: Path) -> dict[str, Any] | None:
+    """What `describe` gave when it was written; None where there is none, or another program's file of that name."""
     try:
-        return json.loads((checkpoint / RECORD).read_text(encoding="utf-8"))
+        found = json.loads((checkpoint / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+    if not isinstance(found, dict) or any(not isinstance(found.get(name), kind) for name, kind in _ENTRIES.items()):
+        return None
+    return found
 
 
 def _changes(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -270,9 +289,11 @@ def restore(trainer: Any, checkpoint: Path) -> None:
         say(f"{checkpoint} has no cursor: the stream is read again up to step {state['global_step']}")
     if trainer.args.restore_callback_states_from_checkpoint:
         return
+    stored = state.get("stateful_callbacks") or {}
+    saved = {name: iter(each if isinstance(each, list) else [each]) for name, each in stored.items()}
     for callback in trainer.callback_handler.callbacks:
-        found = state.get("stateful_callbacks", {}).get(type(callback).__name__)
-        if isinstance(callback, ExportableState) and isinstance(found, dict):
+        if isinstance(callback, ExportableState):  # several of one class: in their order
+            found = next(saved.get(type(callback).__name__, iter(())), None) or {}
             for name, value in found.get("attributes", {}).items():
                 setattr(callback, name, value)
 
@@ -299,8 +320,8 @@ def use_learning_rate(trainer: Any, checkpoint: str | None) -> None:
     record = read_record(Path(checkpoint)) if checkpoint is not None else None
     if record is None:
         return
-    then, now = record["settings"]["learning_rate"], trainer.args.learning_rate
-    if then == now:
+    then, now = record["settings"].get("learning_rate"), trainer.args.learning_rate
+    if then is None or then == now:
         return
     text = f"learning_rate: {then} there, {now} here"
     if trainer.is_deepspeed_enabled or not then:

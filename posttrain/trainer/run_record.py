@@ -46,12 +46,13 @@ class RunFiles(TrainerCallback):
         self.trainer = trainer
         self.resolved: str | None = None
         self.command: list[str] | None = None
-        self._told, self._works = 0, True
+        self._told, self._works, self._runs = 0, True, False
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._told, self._works = len(state.log_history), state.is_world_process_zero
+        self._runs = True
         if not self._works:
             return
         folder = _folder(args)
@@ -88,6 +89,17 @@ class RunFiles(TrainerCallback):
         self._follow(args, state)
         ended = "finished" if state.global_step >= state.max_steps else "stopped"
         self._tell(args, {"event": ended, "step": state.global_step})
+        self._runs = False
+
+    def failed(self, error: Exception) -> None:
+        """The run ended with an error: what was logged until then, and the error's first line."""
+        if not self._runs:
+            return
+        args, state = self.trainer.args, self.trainer.state
+        text = str(error).strip().partition("\n")[0]
+        self._follow(args, state)
+        self._tell(args, {"event": "failed", "step": state.global_step, "error": f"{type(error).__name__}: {text}"})
+        self._runs = False
 
     def _follow(self, args: TrainingArguments, state: TrainerState) -> None:
         new, self._told = state.log_history[self._told :], len(state.log_history)
@@ -109,6 +121,15 @@ class RunFiles(TrainerCallback):
     def _give_up(self, error: OSError) -> None:
         self._works = False
         say(f"the record of this run cannot be written to {self.trainer.args.output_dir!r}: {error}; training goes on.")
+
+
+def write_beside(args: TrainingArguments, name: str, text: str) -> None:
+    """A file of `output_dir`, beside the checkpoints; one that cannot be written is said and stops nothing."""
+    try:
+        _folder(args).mkdir(parents=True, exist_ok=True)
+        _write(_folder(args) / name, text)
+    except OSError as error:
+        say(f"{name} cannot be written to {args.output_dir!r}: {error}; training goes on.")
 
 
 def _folder(args: TrainingArguments) -> Path:

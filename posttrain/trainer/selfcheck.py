@@ -33,6 +33,7 @@ from posttrain.parallel.strategy import Replicated, Sharded
 from posttrain.trainer.experience import Experience, Window
 from posttrain.trainer.meter import Meter
 from posttrain.trainer.randomness import preserved_rng
+from posttrain.trainer.run_record import write_beside
 from posttrain.types import Row, ScoreRequest, TokenBatch
 
 NAMES = ("accumulation", "gradients", "forest", "template")
@@ -75,8 +76,8 @@ class SelfCheck(NamedTuple):
     run: Callable[[Sequence[Any]], tuple[str, str]]
 
 
-class _Checked(Exception):
-    """The checks are done, and nothing else was wanted."""
+class _Checked(BaseException):
+    """The checks are done, and nothing else was wanted: no failure of the run."""
 
 
 class SelfChecks(TrainerCallback):
@@ -114,8 +115,10 @@ class SelfChecks(TrainerCallback):
     def write_state(self, folder: Path) -> None:
         """Into a checkpoint, while it is written."""
         if self.findings:
-            text = json.dumps([asdict(finding) for finding in self.findings], indent=2)
-            (folder / FILE_NAME).write_text(text + "\n", encoding="utf-8")
+            (folder / FILE_NAME).write_text(self._text(), encoding="utf-8")
+
+    def _text(self) -> str:
+        return json.dumps([asdict(finding) for finding in self.findings], indent=2) + "\n"
 
     def run(self, micro: Sequence[Sequence[Experience]]) -> None:
         """Check once, with the first window. Raises `SelfCheckError` on every rank when a check fails on one."""
@@ -133,6 +136,8 @@ class SelfChecks(TrainerCallback):
         if self._only:
             raise _Checked
         say(_summary(self.findings))
+        if self.engine.state.is_world_process_zero:
+            write_beside(self.engine.args, FILE_NAME, self._text())
         if failed:
             raise SelfCheckError(
                 f"self-checks failed before the first step. {'; '.join(failed)}. docs/troubleshooting.md says what "

@@ -123,6 +123,7 @@ def guarded(engine: Any) -> Iterator[None]:
         except Exception as error:
             named = _named(engine, error)
             watch.tell(str(named))
+            engine.run_files.failed(named)
             if named is error:
                 raise
             raise named from error
