@@ -93,6 +93,7 @@ class TokenBatch:
     distinct: Distinct | None = None  # None when no read-out repeats another
     unit: tuple[int, ...] = ()  # [S]   which pair or group a sequence belongs to; empty: each is its own
     values: Tensor | None = None  # [S, M]   the rows' values
+    own: bool = False  # read-outs lie at their targets, for heads that judge what they have read
 
     @property
     def num_tokens(self) -> int:
@@ -165,6 +166,7 @@ class TokenScores(NamedTuple):
     mean_logit: Tensor | None = None  # [N] no grad
     aux_loss: Tensor | None = None  # [] sum over sequences of the router's balance loss
     log_collision: Tensor | None = None  # [N] log Σ_v p_v², no grad
+    values: Tensor | None = None  # [N, L] what a head of L labels gives; `logps` is its first column then
 
 
 @dataclass(frozen=True)

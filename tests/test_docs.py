@@ -33,6 +33,7 @@ NAMES = ("quickstart", "sft", "models", "loop", "design", "extending", "adapters
 NAMES += (
     "dpo",
     "kto",
+    "reward",
     "performance",
     "data",
     "templates",

@@ -45,6 +45,13 @@ COMMANDS = {
         "posttrain.cli.run:check_kto",
         "posttrain.cli.run:dry_kto",
     ),
+    "reward": Command(
+        "A reward model, on pairs of responses of which one is preferred.",
+        (*_COMMON, "posttrain.trainer.reward:RewardConfig"),
+        "posttrain.cli.run:reward",
+        "posttrain.cli.run:check_reward",
+        "posttrain.cli.run:dry_reward",
+    ),
     "inspect": Command(
         "Look at the rows of a run, and find what is wrong with them.",
         (

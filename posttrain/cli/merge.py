@@ -83,7 +83,7 @@ def _merge_into(folder: Path, config: MergeConfig, adapter: SavedAdapter) -> Non
     """Merge in float32, save, load what was saved, and compare it with the adapter. Raises `ModelError`."""
     import torch
 
-    from posttrain.model.load import LoadOptions, auto_class, base_config, load_tokenizer, load_weights
+    from posttrain.model.load import LABELS, LoadOptions, auto_class, base_config, load_tokenizer, load_weights
     from posttrain.model.merge import (
         HALF_TOLERANCE,
         TOLERANCE,
@@ -95,7 +95,9 @@ def _merge_into(folder: Path, config: MergeConfig, adapter: SavedAdapter) -> Non
     from posttrain.model.tokens import end_with
 
     trust = config.trust_remote_code
-    options = LoadOptions({"revision": config.model_revision, "dtype": "float32"}, trust_remote_code=trust)
+    kind = getattr(adapter.config.task_type, "value", adapter.config.task_type)
+    task = str(kind) if kind in LABELS else "CAUSAL_LM"
+    options = LoadOptions({"revision": config.model_revision, "dtype": "float32"}, trust_remote_code=trust, task=task)
     stored = base_config(adapter, options)
     if getattr(stored, "quantization_config", None) is not None:
         raise ModelError(
@@ -114,7 +116,7 @@ def _merge_into(folder: Path, config: MergeConfig, adapter: SavedAdapter) -> Non
     end_with(model, tokenizer)  # an adapter's folder holds no config
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    saved = auto_class(model.config).from_pretrained(folder, dtype=dtype, trust_remote_code=trust)
+    saved = auto_class(model.config, task).from_pretrained(folder, dtype=dtype, trust_remote_code=trust)
     lost = first_difference(saved, model)
     if lost is not None:
         raise ModelError(f"the saved model's {lost!r} is not what was merged; nothing was saved.")

@@ -46,7 +46,7 @@ def build(method: str, values: Values) -> tuple[Any, ScriptArguments, str | None
     peft_config = None if goes_on(model, values["ModelConfig"]) else get_peft_config(model)
     quantization_config = get_quantization_config(model)
     train, evaluation = load_data(script, mixture, wants_eval=args.do_eval or args.eval_on_start)
-    trainer: Any = getattr(module, f"{method.upper()}Trainer")(
+    trainer: Any = getattr(module, f"{_class_of(method)}Trainer")(
         model=model.model_name_or_path,
         args=args,
         train_dataset=train,
@@ -58,11 +58,15 @@ def build(method: str, values: Values) -> tuple[Any, ScriptArguments, str | None
 
 
 def _config_of(method: str) -> str:
-    return f"{method.upper()}Config"
+    return f"{_class_of(method)}Config"
+
+
+def _class_of(method: str) -> str:
+    return method.capitalize() if method == "reward" else method.upper()
 
 
 def train(method: str, values: Values) -> None:
-    """`posttrain sft`, `posttrain dpo`, `posttrain kto`."""
+    """`posttrain sft`, `posttrain dpo`, `posttrain kto`, `posttrain reward`."""
     trainer, script, resume = build(method, values)
     record(trainer)
     finish(trainer, script, resume)
@@ -249,3 +253,4 @@ def ignore_bool_buffers(model: Any) -> None:
 sft, dry_sft, check_sft = partial(train, "sft"), partial(dry_run, "sft"), partial(check_run, "sft")
 dpo, dry_dpo, check_dpo = partial(train, "dpo"), partial(dry_run, "dpo"), partial(check_run, "dpo")
 kto, dry_kto, check_kto = partial(train, "kto"), partial(dry_run, "kto"), partial(check_run, "kto")
+reward, dry_reward, check_reward = partial(train, "reward"), partial(dry_run, "reward"), partial(check_run, "reward")

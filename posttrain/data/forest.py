@@ -44,10 +44,12 @@ def build_forest(
     sources: Sequence[int] | None = None,
     min_shared: int = MIN_SHARED,
     units: Sequence[int] = (),
+    own: bool = False,
 ) -> TokenBatch:
     """Lay sequences side by side, common prefixes once.
 
-    A read-out is made for every token after the first whose weight is not 0. `sources[s]` is the row of the data set
+    A read-out is made for every token after the first whose weight is not 0, where the token is predicted; with `own`
+    at the token itself, the first one's too. `sources[s]` is the row of the data set
     that sequence s came from, `units[s]` the pair or group it is part of. No rows give a batch of one token and no
     read-outs, so that a rank without data still runs.
 
@@ -60,7 +62,7 @@ def build_forest(
     root = _Node(np.empty(0, dtype=np.int64))
     for s, tokens in enumerate(ids):
         _insert(root, tokens, s, max(1, min_shared), share)
-    batch = _lay_out(root, ids, rows, [-1] * len(rows) if sources is None else list(sources))
+    batch = _lay_out(root, ids, rows, [-1] * len(rows) if sources is None else list(sources), own)
     values = torch.tensor([row.values for row in rows]) if rows[0].values else None
     return replace(batch, unit=tuple(units), values=values)
 
@@ -86,7 +88,7 @@ def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     return int(differs[0]) if len(differs) else n
 
 
-def _lay_out(root: _Node, ids: list[np.ndarray], rows: Sequence[Row], sources: list[int]) -> TokenBatch:
+def _lay_out(root: _Node, ids: list[np.ndarray], rows: Sequence[Row], sources: list[int], own: bool) -> TokenBatch:
     start, end, parent, tokens, depths = [], [], [], [], []
     leaf = [0] * len(rows)
     stack = [(child, -1, 0) for child in reversed(root.children)]
@@ -104,8 +106,8 @@ def _lay_out(root: _Node, ids: list[np.ndarray], rows: Sequence[Row], sources: l
     read_from, targets, weights, sequence = [], [], [], []
     for s, row in enumerate(rows):
         weight = np.asarray(row.weights, dtype=np.float32)
-        wanted = np.flatnonzero(weight[1:]) + 1
-        read_from.append(segments.positions(leaf[s])[wanted - 1])
+        wanted = np.flatnonzero(weight) if own else np.flatnonzero(weight[1:]) + 1
+        read_from.append(segments.positions(leaf[s])[wanted - (not own)])
         targets.append(ids[s][wanted])
         weights.append(weight[wanted])
         sequence.append(np.full(len(wanted), s))
@@ -122,6 +124,7 @@ def _lay_out(root: _Node, ids: list[np.ndarray], rows: Sequence[Row], sources: l
         source=tuple(sources),
         unshared_tokens=sum(len(x) for x in ids),
         distinct=_find_distinct(read, target),
+        own=own,
     )
 
 
@@ -152,7 +155,7 @@ def rows_of(batch: TokenBatch) -> list[Row]:
         at = batch.segments.positions(leaf)
         weights = np.zeros(len(at), dtype=np.float32)
         mine = batch.sequence == s
-        weights[np.searchsorted(at, batch.read_from[mine].numpy()) + 1] = batch.weights[mine].numpy()
+        weights[np.searchsorted(at, batch.read_from[mine].numpy()) + (not batch.own)] = batch.weights[mine].numpy()
         found.append(Row(batch.input_ids[torch.from_numpy(at)].tolist(), weights.tolist()))
     return found
 
@@ -234,4 +237,5 @@ def select(batch: TokenBatch, sequences: list[int]) -> TokenBatch:
         distinct=_find_distinct(read_from, targets),
         unit=tuple(batch.unit[s] for s in sequences) if batch.unit else (),
         values=None if batch.values is None else batch.values[torch.tensor(sequences)],
+        own=batch.own,
     )

@@ -25,7 +25,7 @@ reference, NaN where it is not known."""
 
 TOKENIZED = ("prompt_ids", "chosen_ids", "rejected_ids")
 _REFERENCES = ("ref_chosen_logps", "ref_rejected_logps")
-_KEPT, _EMPTY, _EQUAL = 0, 1, 2
+_KEPT, _EMPTY, _EQUAL, _LONG = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class PairOptions:
     truncation_mode: str = "keep_start"
     margins: str = ""  # why the column `margin` would have no effect
     references: str = ""  # and the log-probabilities under a reference
+    drop_long: bool = False  # a pair that is longer than the limit is dropped instead of cut
+    at_end: bool = False  # the last token of each response has weight 1, and no other
 
 
 @dataclass
@@ -47,6 +49,7 @@ class PairReport:
     rows_kept: int = 0
     rows_empty: int = 0  # a response without a token
     rows_equal: int = 0  # chosen and rejected are the same tokens
+    rows_long: int = 0  # longer than the limit, where such pairs are not cut
     prompts_cut: int = 0
     responses_cut: int = 0
     tokens_cut: int = 0
@@ -58,6 +61,7 @@ class PairReport:
             self.rows_in += 1
             self.rows_empty += count.state == _EMPTY
             self.rows_equal += count.state == _EQUAL
+            self.rows_long += count.state == _LONG
             if count.state == _KEPT:
                 self.rows_kept += 1
                 self.prompts_cut += count.prompt_cut > 0
@@ -72,6 +76,8 @@ class PairReport:
             parts.append(f"{self.rows_empty} with an empty response dropped")
         if self.rows_equal:
             parts.append(f"{self.rows_equal} with equal responses dropped")
+        if self.rows_long:
+            parts.append(f"{self.rows_long} longer than `max_length` dropped")
         if self.tokens_cut:
             parts.append(
                 f"{self.prompts_cut} prompts and {self.responses_cut} responses cut, {self.tokens_cut} tokens lost"
@@ -144,7 +150,8 @@ def prepare_pairs(
     if not report.rows_kept:
         raise EmptyDataError(
             f"The {name} set: none of its {report.rows_in} pairs can be trained: {report.rows_empty} have an empty "
-            f"response, and in {report.rows_equal} chosen and rejected are equal."
+            f"response, in {report.rows_equal} chosen and rejected are equal, and {report.rows_long} are longer than "
+            f"`max_length` {options.max_length}."
         )
     if report.rows_kept < report.rows_in:
         states = np.asarray(prepared.data.column("state"))
@@ -273,6 +280,8 @@ def cut_pair(pair: tuple[Tokens, Tokens], options: PairOptions) -> tuple[tuple[T
         return _nothing(_EMPTY)
     if np.array_equal(pair[0].ids, pair[1].ids):
         return _nothing(_EQUAL)
+    if options.drop_long and limit is not None and max(len(x.ids) for x in pair) > limit:
+        return _nothing(_LONG)
     prompt_cut = prompt_excess(pair, limit)
     cut = [cut_response(x, prompt_cut, options) for x in pair]
     lost = [len(x.ids) - len(y.ids) for x, y in zip(pair, cut, strict=True)]
@@ -281,6 +290,8 @@ def cut_pair(pair: tuple[Tokens, Tokens], options: PairOptions) -> tuple[tuple[T
         return _nothing(_EMPTY)
     if np.array_equal(cut[0].ids, cut[1].ids):
         return _nothing(_EQUAL)
+    if options.at_end:
+        cut = [x._replace(weights=np.eye(1, len(x.ids), len(x.ids) - 1, dtype=np.float32)[0]) for x in cut]
     counts = _Counts(_KEPT, prompt_cut, responses_cut, sum(lost), sum(len(x.ids) for x in cut))
     return (cut[0], cut[1]), counts
 

@@ -164,13 +164,15 @@ def refuse_long_rows(lengths: Sequence[int], positions: int | None, where: str =
 
 @dataclass(frozen=True)
 class Collator:
-    """Items of a micro-batch → {"batch": TokenBatch}. `grouped`: an item is one unit of loss, a pair or a group."""
+    """Items of a micro-batch → {"batch": TokenBatch}. `grouped`: an item is one unit of loss, a pair or a group. `own`:
+    read-outs lie at their own tokens."""
 
     share: bool
     grouped: bool = False
+    own: bool = False
 
     def __call__(self, items: list[Item]) -> dict[str, TokenBatch]:
         rows = [row for item in items for row, _ in item]
         sources = [source for item in items for _, source in item]
         units = [unit for unit, item in enumerate(items) for _ in item] if self.grouped else []
-        return {"batch": build_forest(rows, share=self.share, sources=sources, units=units)}
+        return {"batch": build_forest(rows, share=self.share, sources=sources, units=units, own=self.own)}

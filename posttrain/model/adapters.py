@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import re
 import sys
@@ -141,6 +142,20 @@ def wrap_adapter(model: Any, peft_config: PeftConfig | None) -> Any:
         _refuse_merged(model)
         keep_master_weights(model)
     return model
+
+
+def with_label_head(base: Any, peft_config: Any, task: str) -> Any:
+    """An adapter's configuration for a task, which trains the new head in full unless it says itself how."""
+    if peft_config is None:
+        return None
+    config = copy.copy(peft_config)
+    config.task_type = task
+    named = {*(getattr(config, "modules_to_save", None) or ())}
+    targets = getattr(config, "target_modules", None)
+    head = next(name for name in ("score", "classifier") if isinstance(getattr(base, name, None), nn.Module))
+    if head not in {*named, *(targets if isinstance(targets, (list, set, tuple)) else ())}:
+        config.modules_to_save = sorted({*named, head})
+    return config
 
 
 _REFUSED = {

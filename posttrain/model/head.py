@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from posttrain.errors import ModelError
@@ -43,13 +44,51 @@ def head_spec(config: Any, chunk_tokens: int | None = None, memory_bytes: int = 
     return HeadSpec(scale, getattr(text, "final_logit_softcapping", None), chunk_tokens, memory_bytes)
 
 
+def output_head(model: Any) -> Any:
+    """The module on top of the model: its output projection, else the head that gives labels; None where it has
+    neither."""
+    projection = model.get_output_embeddings()
+    return label_head(model) if projection is None else projection
+
+
+def label_head(model: Any) -> Any:
+    """What AutoModelForSequenceClassification and AutoModelForTokenClassification put on the hidden states; None for a
+    model that has an output projection."""
+    found = [getattr(model, name, None) for name in ("score", "classifier")]
+    modules = [module for module in found if isinstance(module, nn.Module)]
+    return modules[0] if modules and model.get_output_embeddings() is None else None
+
+
+def labels_of(head: Any) -> int | None:
+    """How many labels a head gives; None where it does not say."""
+    inner = getattr(head, "original_module", head)
+    return getattr(getattr(inner, "base_layer", inner), "out_features", None)
+
+
 def check_head(model: PreTrainedModel) -> None:
-    """Raise `ModelError` for a model that has no output projection."""
-    if not isinstance(model.get_output_embeddings(), nn.Module):
+    """Raise `ModelError` for a model that has no output projection and no head of labels."""
+    if not isinstance(output_head(model), nn.Module):
         raise ModelError(
             f"`model` is a {type(model).__name__}, which has no output projection to a vocabulary; load it with "
             "AutoModelForCausalLM."
         )
+
+
+def label_values(model: Any, hidden: Tensor) -> Tensor:
+    """[N, L] in float32: what the head of labels gives of hidden states [N, H]. The product is in float32, since a
+    reward in bfloat16 has two digits."""
+    head, dropout = label_head(model), getattr(model, "dropout", None)
+    if isinstance(dropout, nn.Dropout):
+        hidden = dropout(hidden)
+
+    def score(given: Operands) -> tuple[Tensor]:
+        found = linear(given.hidden.float(), given.weight.float(), None if given.bias is None else given.bias.float())
+        if given.narrow is not None and given.wide is not None:
+            found = found + given.narrow.float() @ given.wide.float().T
+        return (found,)
+
+    with torch.autocast(hidden.device.type, enabled=False):
+        return _with_operands(head, hidden, score)[0] if is_known(head) else head(hidden).float()
 
 
 def score_hidden(head: Any, hidden: Tensor, targets: Tensor, spec: HeadSpec, request: ScoreRequest) -> TokenScores:

@@ -9,12 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 
 from posttrain.errors import ConfigError, ModelError
-from posttrain.model.adapters import check_adapter, check_trainable, is_adapted, keep_quantized_weights, wrap_adapter
+from posttrain.model.adapters import (
+    check_adapter,
+    check_trainable,
+    is_adapted,
+    keep_quantized_weights,
+    with_label_head,
+    wrap_adapter,
+)
 from posttrain.model.body import backbone, text_model
-from posttrain.model.head import head_spec
+from posttrain.model.head import head_spec, label_head, labels_of, output_head
 from posttrain.model.probe import choose_layout, take_forests
 from posttrain.model.saved import SavedAdapter, check_resized, find_adapter, put_on
 from posttrain.model.scoring import Scoring, bind_head
@@ -42,6 +57,12 @@ class LoadOptions:
     memory_bytes: int = 1 << 30
     pad_to_multiple_of: int | None = None
     disable_dropout: bool = False
+    task: str = "CAUSAL_LM"  # as peft names it; SEQ_CLS is a reward, TOKEN_CLS the correctness of steps
+
+
+LABELS = {"SEQ_CLS": 1, "TOKEN_CLS": 2}
+"""What the head of a task gives."""
+_AUTO = {"SEQ_CLS": AutoModelForSequenceClassification, "TOKEN_CLS": AutoModelForTokenClassification}
 
 
 @dataclass(frozen=True)
@@ -175,9 +196,12 @@ def prepare_model(
             del wrapped.forward, wrapped._original_forward
             # With the flag left on, accelerate would not put its autocast back: a second trainer would run in float32.
             wrapped.__dict__.pop("_is_accelerate_prepared", None)
+    _check_task(base_model(model), options.task)
     keep_quantized_weights(model)
     if new_tokens:
         peft_config = _take_tokens(model, peft_config, list(new_tokens))
+    if options.task in LABELS:
+        peft_config = with_label_head(base_model(model), peft_config, options.task)
     model = wrap_adapter(model, peft_config)
     if options.disable_dropout:
         turn_dropout_off(model)
@@ -199,6 +223,23 @@ def prepare_model(
     bind_head(base, Scoring(layout, spec, pad_to_multiple_of=options.pad_to_multiple_of))
     say(f"layout: {layout} ({why})")
     return Prepared(model, layout, dropout_of(model))
+
+
+def _check_task(base: Any, task: str) -> None:
+    """Raise `ModelError` for a model whose head is another task's."""
+    head, kind = label_head(base), type(base).__name__
+    if task not in LABELS:
+        if head is not None:
+            raise ModelError(
+                f"`model` is a {kind}, which gives labels and no log-probabilities of tokens; load it with "
+                "AutoModelForCausalLM."
+            )
+    elif head is None or labels_of(head) not in (LABELS[task], None):
+        has = "has no head of labels" if head is None else f"gives {labels_of(head)} labels"
+        raise ModelError(
+            f"`model` is a {kind}, which {has}; give its name, or load it with {_AUTO[task].__name__} and num_labels="
+            f"{LABELS[task]}."
+        )
 
 
 def _take_tokens(model: Any, peft_config: Any, ids: list[int]) -> Any:
@@ -239,7 +280,10 @@ def _load(source: str, options: LoadOptions, adapted: bool, quantization_config:
         kwargs["quantization_config"] = quantization_config
     kwargs.setdefault("trust_remote_code", options.trust_remote_code)
     try:
-        model = auto_class(AutoConfig.from_pretrained(source, **hub_kwargs(options))).from_pretrained(source, **kwargs)
+        config = AutoConfig.from_pretrained(source, **hub_kwargs(options))
+        if options.task in LABELS:
+            kwargs["num_labels"] = LABELS[options.task]
+        model = auto_class(config, options.task).from_pretrained(source, **kwargs)
     except Exception as error:
         raise ModelError(f"`model` is {source!r}, which cannot be loaded: {_first_line(error)}") from error
     if dtype is None and quantization_config is None and model.dtype == torch.bfloat16 and not native_bf16():
@@ -248,8 +292,11 @@ def _load(source: str, options: LoadOptions, adapted: bool, quantization_config:
     return model
 
 
-def auto_class(config: Any) -> Any:
-    """What loads a checkpoint: a causal model, else the multimodal one around it (Mistral 3), trained on text alone."""
+def auto_class(config: Any, task: str = "CAUSAL_LM") -> Any:
+    """What loads a checkpoint: a causal model, else the multimodal one around it (Mistral 3), trained on text alone.
+    For the other tasks, the body under a head of labels."""
+    if task in _AUTO:
+        return _AUTO[task]
     causal, multimodal = (auto._model_mapping for auto in (AutoModelForCausalLM, AutoModelForImageTextToText))
     only_multimodal = type(config) in multimodal and type(config) not in causal
     return AutoModelForImageTextToText if only_multimodal else AutoModelForCausalLM
@@ -284,7 +331,7 @@ def _freeze_all_but_text(base: Any) -> None:
     language = text_model(base)
     if language is backbone(base):
         return
-    read = {id(p) for part in (language, base.get_output_embeddings()) for p in part.parameters()}
+    read = {id(p) for part in (language, output_head(base)) for p in part.parameters()}
     frozen = [p.requires_grad_(False) for p in base.parameters() if p.requires_grad and id(p) not in read]
     if frozen:
         say(f"model: trained on text; {sum(p.numel() for p in frozen):,} parameters beside the language model are kept")

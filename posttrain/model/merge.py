@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import ModelError
+from posttrain.model.adapters import is_adapted
+from posttrain.model.body import backbone
+from posttrain.model.head import label_head
 from posttrain.model.saved import inner_layer
 
 TOLERANCE = 1e-3
@@ -48,10 +51,15 @@ def merge_adapter(model: Any) -> Any:
 
 
 def probe_logits(model: Any, ids: list[int]) -> Tensor:
-    """Logits [L, V] of one row, in float32, without dropout."""
+    """Logits [L, V] of one row, in float32, without dropout; of a head of labels, what it gives at every token."""
     model.eval()
     device = next(model.parameters()).device
+    base = model.get_base_model() if is_adapted(model) else model
+    head = label_head(base)
     with torch.no_grad():
+        if head is not None:
+            states = backbone(base)(input_ids=torch.tensor([ids], device=device), use_cache=False).last_hidden_state
+            return head(states)[0].float().cpu()
         return model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0].float().cpu()
 
 

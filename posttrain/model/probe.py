@@ -17,11 +17,13 @@ from transformers import PreTrainedModel
 from posttrain.errors import LayoutError, ModelError
 from posttrain.model import recurrent
 from posttrain.model.attention import NAMES, Calls, default_name, forest_name
-from posttrain.model.head import head_spec
+from posttrain.model.body import backbone
+from posttrain.model.head import head_spec, label_head
 from posttrain.model.recurrent import bind_mixers, mixers
 from posttrain.model.rope import KINDS, forget_lengths, row_groups
 from posttrain.model.router import EXPERT_COUNTS
 from posttrain.model.scoring import Scoring, bind_head
+from posttrain.parallel.params import whole_weights
 from posttrain.types import Layout, Segments, TokenBatch
 
 TOLERANCE = 1e-3
@@ -83,7 +85,9 @@ def shrunken(model: Any) -> PreTrainedModel:
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return type(model)(config).to(dtype=torch.float32).eval()
+            with whole_weights():  # a model with a head of labels makes its body as `from_config` does
+                made = type(model)(config)
+            return made.to(dtype=torch.float32).eval()
     finally:
         transformers.logging.set_verbosity(verbosity)
 
@@ -178,9 +182,16 @@ def _missed(small: PreTrainedModel, calls: int, mixed: int) -> str | None:
 
 
 def _own_logps(model: PreTrainedModel, row: list[int]) -> torch.Tensor:
-    """log p of tokens 1… of a row, from the model's own logits."""
+    """log p of tokens 1… of a row, from the model's own logits; of a head of labels, what it gives at all tokens but
+    the last."""
     ids = torch.tensor([row])
     forget_lengths(model)
+    if (head := label_head(model)) is not None:
+        body: Any = backbone(model)
+        values = head(body(input_ids=ids[:, :-1], use_cache=False).last_hidden_state)[0]
+        forget_lengths(model)
+        own: Any = model(input_ids=ids[:, :-1], use_cache=False).logits  # [1, L] of the last token, or [1, T, L]
+        return torch.cat([values[:-1, 0], own.reshape(-1, own.shape[-1])[-1:, 0]])
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
     return torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0]
 

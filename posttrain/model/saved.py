@@ -161,6 +161,8 @@ def check_resized(model: Any) -> None:
             "new tokens in `trainable_token_indices`, or both ends in `lora_modules_to_save`"
         )
     for name, end in (("embedding", base.get_input_embeddings()), ("head", base.get_output_embeddings())):
+        if end is None:
+            continue
         layer = inner_layer(end, copies=True)
         if layer.weight.data_ptr() not in kept:
             raise ModelError(

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from posttrain.loss.softmax import HeadSpec
 from posttrain.model.body import packed_hidden, padded_hidden
-from posttrain.model.head import check_head, score_hidden
+from posttrain.model.head import check_head, label_head, label_values, score_hidden
 from posttrain.types import Distinct, Layout, ScoreRequest, TokenBatch, TokenScores
 
 
@@ -32,8 +32,8 @@ class Scoring:
 
 
 def bind_head(model: PreTrainedModel, scoring: Scoring) -> None:
-    """Teach a causal language model to score token batches. Other calls go to its own forward; binding again replaces
-    the settings. Raises `ModelError` for a model without an output projection."""
+    """Teach a causal language model, or one with a head of labels, to score token batches. Other calls go to its own
+    forward; binding again replaces the settings. Raises `ModelError` for a model without an output projection."""
     check_head(model)
     object.__setattr__(model, "_posttrain_scoring", scoring)
     _bind(model)
@@ -61,6 +61,9 @@ def _score(model: Any, batch: TokenBatch, request: ScoreRequest) -> TokenScores:
         found = padded_hidden(model, batch, side, multiple, request.aux_loss)
     else:
         found = packed_hidden(model, batch, request.aux_loss)
+    if label_head(model) is not None:
+        values = label_values(model, found.states)
+        return TokenScores(values[:, 0], aux_loss=found.aux_loss, values=values)
     hidden, targets = found.states, batch.targets
     distinct = None if found.parted else batch.distinct
     if distinct is not None:

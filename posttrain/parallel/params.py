@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -239,3 +240,16 @@ def whole_state(
         if rank() == 0:
             kept[name] = full.cpu()
     return kept
+
+
+@contextlib.contextmanager
+def whole_weights() -> Iterator[None]:
+    """Models made inside keep their weights whole under ZeRO-3, which else takes them apart as they are made."""
+    from transformers.integrations import deepspeed
+
+    before = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed._hf_deepspeed_config_weak_ref = None
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = before

@@ -22,6 +22,8 @@ from posttrain.parallel.ranks import say
 class BaseConfig(TrainingArguments):
     """Training arguments with the fields of the engine: layout, memory knobs, precision."""
 
+    task: ClassVar[str] = "CAUSAL_LM"  # what the model's head gives, as peft names it
+
     logging_steps: float = 10
     """Log every so many optimizer steps; below 1, a share of all steps. Entropy and accuracy are measured on the
     steps that log."""
@@ -210,6 +212,7 @@ def load_options(args: BaseConfig) -> LoadOptions:
         memory_bytes=(args.head_memory_mb or (1024 if args.use_cpu else 4096)) << 20,
         pad_to_multiple_of=args.pad_to_multiple_of,
         disable_dropout=getattr(args, "disable_dropout", False),
+        task=args.task,
     )
 
 

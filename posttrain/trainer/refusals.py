@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import ConfigError, MissingExtraError
-from posttrain.model.head import is_known
+from posttrain.model.head import is_known, output_head
 from posttrain.model.recurrent import mixers
 from posttrain.model.rope import varying_rope
 from posttrain.parallel.ranks import world_size
@@ -57,7 +57,7 @@ def refuse_combinations(args: BaseConfig, base: Any, strategy: Strategy, balance
     parted = strategy.sharded and world_size() > 1
     rope = varying_rope(base.config)
     checkpointing: Any = args.activation_checkpointing_kwargs or args.gradient_checkpointing_kwargs or {}
-    head = base.get_output_embeddings()
+    head = output_head(base)
     wrong = (
         (
             deepspeed and args.torch_compile,

@@ -205,7 +205,7 @@ def _cut(unit: Experience) -> Experience:
     (row,) = rows_of(unit.batch)
     start = max(0, int(np.flatnonzero(row.weights)[0]) - size // 2) if any(row.weights) else 0
     part = Row(row.input_ids[start : start + size], row.weights[start : start + size])
-    return Experience(build_forest([part], sources=unit.batch.source))
+    return Experience(build_forest([part], sources=unit.batch.source, own=unit.batch.own))
 
 
 @contextlib.contextmanager

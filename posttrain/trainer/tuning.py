@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 
 from posttrain.model.checkpointing import CheckpointOptions, Checkpoints
 from posttrain.model.compiling import compile_layers
+from posttrain.model.head import output_head
 from posttrain.model.load import base_model
 from posttrain.model.noise import EmbeddingNoise
 from posttrain.parallel.offload import offloaded
@@ -64,7 +65,7 @@ class Tuning(TrainerCallback):
     def offload(self) -> contextlib.AbstractContextManager[Any]:
         if not self._args.activation_offloading:
             return contextlib.nullcontext()
-        return offloaded(self._model, base_model(self._model).get_output_embeddings(), self._args.device)
+        return offloaded(self._model, output_head(base_model(self._model)), self._args.device)
 
 
 def _checkpointed(model: Any) -> list[Any]:

@@ -6,6 +6,7 @@ returns a trainer that is ready to train.
 
 from __future__ import annotations
 
+import copy
 import gc
 import tempfile
 from collections.abc import Callable
@@ -17,9 +18,18 @@ from data_fixtures import byte_tokenizer
 from datasets import Dataset
 from tiny import tiny_model, token_rows
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import AutoModelForSequenceClassification, TrainerCallback
 
-from posttrain import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
+from posttrain import (
+    DPOConfig,
+    DPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 # A run of a trainer collects garbage; without this it looks at every object of torch and transformers each time.
 gc.collect()
@@ -163,7 +173,37 @@ def kto(
     )
 
 
-TRAINERS: dict[str, Callable[..., Any]] = {"sft": sft, "dpo": dpo, "kto": kto}
+def as_reward(model: Any) -> Any:
+    """A sequence classification model over the body of a causal one, its head drawn once; another model as it is."""
+    if isinstance(model, str) or model.get_output_embeddings() is None:
+        return model
+    config = copy.deepcopy(model.config)
+    config.num_labels = 1
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        made = AutoModelForSequenceClassification.from_config(config)
+        torch.nn.init.normal_(made.score.weight, std=0.3)
+    made.base_model.load_state_dict(model.base_model.state_dict())
+    return made
+
+
+def reward(
+    model: Any = None, rows: Any = None, eval_rows: Any = None, peft_config: Any = None, **fields: Any
+) -> RewardTrainer:
+    """A reward trainer on a tiny Qwen3 and pairs made of the rows of `sft`."""
+    fields = {"center_rewards_coefficient": 0.05} | FIELDS | {"learning_rate": 0.01} | fields
+    fields.setdefault("output_dir", scratch())
+    return RewardTrainer(
+        as_reward(tiny_model("qwen3") if model is None else model),
+        RewardConfig(max_length=128, **fields),
+        train_dataset=pairs_from(token_rows() if rows is None else rows),
+        eval_dataset=None if eval_rows is None else pairs_from(eval_rows),
+        processing_class=byte_tokenizer(),
+        peft_config=peft_config,
+    )
+
+
+TRAINERS: dict[str, Callable[..., Any]] = {"sft": sft, "dpo": dpo, "kto": kto, "reward": reward}
 
 
 def same(a: Run, b: Run, tolerance: float = 1e-5) -> None:
