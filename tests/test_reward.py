@@ -226,6 +226,61 @@ def test_fields_that_are_refused(field: str, value: Any):
         RewardConfig(**FIELDS | {"output_dir": scratch(), field: value})
 
 
+# ---- posttrain score -------------------------------------------------------------------------------------------------
+
+
+def scored(saved: str, tmp_path: Path, rows: list[dict[str, Any]], *more: str) -> list[dict[str, Any]]:
+    data, out = tmp_path / "scored.jsonl", tmp_path / "rewards.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    line = ["score", "--model_name_or_path", saved, "--dataset_name", str(data), "--output_file", str(out), *more]
+    assert main(line) == 0
+    return [json.loads(text) for text in out.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_scores_are_those_of_the_ids_in_training(saved: str, tmp_path: Path, adapted: bool):
+    """Pairs and single rows, by the model's own pooled output; a pair that training drops has none."""
+    args = RewardConfig(**FIELDS | {"learning_rate": 0.05, "output_dir": str(tmp_path / "judge")})
+    config = LoraConfig(r=4, target_modules=["q_proj"]) if adapted else None
+    trainer = RewardTrainer(saved, args, train_dataset=CHATS, processing_class=TOKENIZER, peft_config=config)
+    trainer.train()
+    trainer.save_model()
+    folder = str(args.output_dir)
+    found = scored(folder, tmp_path, [*CHATS, CHATS[0] | {"rejected": CHATS[0]["chosen"]}], "--use_cpu", "true")
+    judge = trainer.model.eval()
+    judge.config.pad_token_id = None
+    pairs, _ = prepare_pairs(CHATS, TOKENIZER, AT_END)
+    with torch.no_grad():
+        want = [judge(input_ids=torch.tensor([row["input_ids"]])).logits.item() for row in pairs]
+    assert [x for line in found[:2] for x in (line["chosen_reward"], line["rejected_reward"])] == pytest.approx(
+        want, abs=1e-4
+    )
+    assert found[2] == {"row": 2, "chosen_reward": None, "rejected_reward": None, "margin": None}
+    singles = [
+        {"prompt": each["prompt"], "completion": each[side]} for each in CHATS for side in ("chosen", "rejected")
+    ]
+    alone = scored(folder, tmp_path, singles, "--use_cpu", "true", "--max_tokens_per_forward", "1")
+    assert [line["reward"] for line in alone] == pytest.approx(want, abs=1e-4)
+    cut = scored(folder, tmp_path, singles, "--use_cpu", "true", "--max_length", "40")
+    lengths = [len(row["input_ids"]) for row in pairs]
+    assert [line["reward"] is None for line in cut] == [length > 40 for length in lengths]
+
+
+def test_scoring_refuses(saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "a", "completion": "b"}\n')
+    line = ["score", "--model_name_or_path", saved, "--dataset_name", str(data)]
+    for more, message in (
+        ([], "`output_file` is not set"),
+        (["--output_file", str(tmp_path / "no" / "x.jsonl")], "its folder does not exist"),
+        (["--output_file", str(tmp_path / "x.jsonl")], "which is no reward model"),
+        (["--output_file", str(tmp_path / "x.jsonl"), "--max_length", "0"], "`max_length` is 0"),
+    ):
+        assert main([*line, *more]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "x.jsonl").exists()
+
+
 # ---- several ranks ---------------------------------------------------------------------------------------------------
 
 

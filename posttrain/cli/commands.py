@@ -52,6 +52,12 @@ COMMANDS = {
         "posttrain.cli.run:check_reward",
         "posttrain.cli.run:dry_reward",
     ),
+    "score": Command(
+        "Write the rewards that a reward model gives to rows.",
+        ("posttrain.cli.score:ScoreArguments", *_COMMON[:3]),
+        "posttrain.cli.score:score",
+        "posttrain.cli.score:check_score",
+    ),
     "inspect": Command(
         "Look at the rows of a run, and find what is wrong with them.",
         (
