@@ -25,6 +25,7 @@ EXCEPTIONS: dict[str, int] = {}
 GRAD_FILES = {"posttrain/trainer/engine.py", "posttrain/trainer/meter.py"}
 # … the engine's own loop over pieces, and checks before the first step.
 GRAD_FILES |= {"posttrain/trainer/recovery.py", "posttrain/trainer/selfcheck.py"}
+GRAD_FILES |= {"posttrain/trainer/rewards.py"}  # scores rows, and trains nothing
 # … and what is found before training: the reference, scored once.
 GRAD_FILES |= {"posttrain/trainer/references.py"}
 # Packages named in one room only.
