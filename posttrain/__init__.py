@@ -36,6 +36,7 @@ _ROOMS = {
     "posttrain.model.reference": ["create_reference_model"],
     "posttrain.trainer.dpo": ["DPOConfig", "DPOTrainer"],
     "posttrain.trainer.kto": ["KTOConfig", "KTOTrainer"],
+    "posttrain.trainer.prm": ["PRMConfig", "PRMTrainer"],
     "posttrain.trainer.reward": ["RewardConfig", "RewardTrainer"],
     "posttrain.trainer.sft": ["SFTConfig", "SFTTrainer"],
     "posttrain.trainer.callbacks": ["BEMACallback", "RichProgressCallback", "SyncRefModelCallback"],

@@ -34,6 +34,7 @@ NAMES += (
     "dpo",
     "kto",
     "reward",
+    "prm",
     "performance",
     "data",
     "templates",

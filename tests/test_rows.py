@@ -17,7 +17,7 @@ from data_fixtures import (
 )
 from datasets import Dataset, IterableDataset
 
-from posttrain.data.rows import SFTRowOptions, prepare_sft
+from posttrain.data.rows import SFTRowOptions, in_memory, prepare_sft
 from posttrain.errors import ConfigError, DataError, EmptyDataError
 
 
@@ -428,3 +428,8 @@ def test_rows_packed_elsewhere_are_refused():
     rows = [{"input_ids": [5, 6, 7, 8], "position_ids": [0, 1, 0, 1]}]
     with pytest.raises(DataError, match="position_ids"):
         prepare_sft(rows, byte_tokenizer(), SFTRowOptions())
+
+
+def test_a_column_that_the_first_row_lacks_is_kept():
+    found = in_memory([{"text": "a"}, {"text": "b", "sample_weight": 2.0}], "train")
+    assert found["sample_weight"][:] == [None, 2.0]

@@ -52,6 +52,13 @@ COMMANDS = {
         "posttrain.cli.run:check_reward",
         "posttrain.cli.run:dry_reward",
     ),
+    "prm": Command(
+        "A process reward model, on answers whose steps are each labelled correct or not.",
+        (*_COMMON, "posttrain.trainer.prm:PRMConfig"),
+        "posttrain.cli.run:prm",
+        "posttrain.cli.run:check_prm",
+        "posttrain.cli.run:dry_prm",
+    ),
     "score": Command(
         "Write the rewards that a reward model gives to rows.",
         ("posttrain.cli.score:ScoreArguments", *_COMMON[:3]),

@@ -66,7 +66,7 @@ def _class_of(method: str) -> str:
 
 
 def train(method: str, values: Values) -> None:
-    """`posttrain sft`, `posttrain dpo`, `posttrain kto`, `posttrain reward`."""
+    """`posttrain sft`, `posttrain dpo`, `posttrain kto`, `posttrain prm`, `posttrain reward`."""
     trainer, script, resume = build(method, values)
     record(trainer)
     finish(trainer, script, resume)
@@ -253,4 +253,5 @@ def ignore_bool_buffers(model: Any) -> None:
 sft, dry_sft, check_sft = partial(train, "sft"), partial(dry_run, "sft"), partial(check_run, "sft")
 dpo, dry_dpo, check_dpo = partial(train, "dpo"), partial(dry_run, "dpo"), partial(check_run, "dpo")
 kto, dry_kto, check_kto = partial(train, "kto"), partial(dry_run, "kto"), partial(check_run, "kto")
+prm, dry_prm, check_prm = partial(train, "prm"), partial(dry_run, "prm"), partial(check_run, "prm")
 reward, dry_reward, check_reward = partial(train, "reward"), partial(dry_run, "reward"), partial(check_run, "reward")

@@ -1,4 +1,4 @@
-"""`posttrain score`: a reward model and rows → a file of rewards."""
+"""`posttrain score`: a reward model, or one of steps, and rows → a file of rewards."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ class ScoreArguments:
     """Stay on the CPU."""
     eos_token: str | None = None
     """Token that ends a response, as in training. Unset: the tokenizer's."""
+    step_separator: str = "\n"
+    """Text that ends a step, of a process reward model: what it was trained with."""
     trust_remote_code: bool = False
     """Allow code that comes with a model or a data set to run."""
 
@@ -55,31 +57,37 @@ def score(values: Values) -> None:
 
     from posttrain.data.config import DatasetMixtureConfig, ScriptArguments
     from posttrain.data.joining import is_stream
+    from posttrain.data.stepwise import StepOptions
     from posttrain.data.tokenizer import set_up_tokenizer
     from posttrain.model.config import ModelConfig
     from posttrain.model.load import LoadOptions, load_tokenizer
-    from posttrain.trainer.rewards import load_judge, score_rows
+    from posttrain.trainer.rewards import load_judge, score_rows, score_steps
 
     asked: ScoreArguments = construct(ScoreArguments, values["ScoreArguments"])
     model: ModelConfig = construct(ModelConfig, values["ModelConfig"])
     script: ScriptArguments = construct(ScriptArguments, values["ScriptArguments"])
     mixture: DatasetMixtureConfig = construct(DatasetMixtureConfig, values["DatasetMixtureConfig"])
     fields = {"revision": model.model_revision, "dtype": model.dtype, "attn_implementation": model.attn_implementation}
+    rows, _ = load_data(script, mixture, wants_eval=False)
+    if is_stream(rows):
+        raise ConfigError("`dataset_streaming` is on, and rewards are of a whole set; turn it off.")
+    stepwise = "completions" in rows.column_names
     options = LoadOptions(
         {name: value for name, value in fields.items() if value is not None},
         trust_remote_code=asked.trust_remote_code,
         disable_dropout=True,
-        task="SEQ_CLS",
+        task="TOKEN_CLS" if stepwise else "SEQ_CLS",
     )
-    rows, _ = load_data(script, mixture, wants_eval=False)
-    if is_stream(rows):
-        raise ConfigError("`dataset_streaming` is on, and rewards are of a whole set; turn it off.")
     source: Any = model.model_name_or_path
     judge = load_judge(source, options)
     if torch.cuda.is_available() and not asked.use_cpu:
         judge.model.to("cuda")
     tokenizer = set_up_tokenizer(load_tokenizer(source, options), asked.eos_token, None, None)
-    found = list(score_rows(judge, tokenizer, rows, asked.max_length, asked.max_tokens_per_forward))
+    if stepwise:
+        steps = StepOptions(asked.max_length, separator=asked.step_separator)
+        found = list(score_steps(judge, tokenizer, rows, steps, asked.max_tokens_per_forward))
+    else:
+        found = list(score_rows(judge, tokenizer, rows, asked.max_length, asked.max_tokens_per_forward))
     with whole_file(Path(str(asked.output_file)).expanduser()) as partial:
         partial.write_text("".join(json.dumps(line) + "\n" for line in found), encoding="utf-8")
     margins = [line["margin"] for line in found if line.get("margin") is not None]

@@ -63,10 +63,16 @@ class Encoder:
             elif fast:
                 ids, weights = self._weigh(draft, ids, _pairs(out["offset_mapping"][index]), prompts.get(index))
             else:
-                ids, weights = self._pieces(draft)
+                ids, weights = _joined(self._pieces(draft))
             ids, weights = self._close(ids, weights) if draft.plain else (ids, weights)
             rows.append((ids, weights if draft.weight == 1.0 else weights * np.float32(draft.weight)))
         return rows
+
+    def apart(self, draft: Draft) -> list[np.ndarray]:
+        """Ids (int32) of each part between the borders, tokenized on its own: they depend on no other part. Nothing is
+        added around them."""
+        parts = self._adding_up(draft, self._ids(draft.text)) or self._pieces(draft)
+        return [ids for ids, _ in parts]
 
     def _prompts(self, drafts: Sequence[Draft]) -> dict[int, np.ndarray]:
         """The ids each prompt of a pair has alone. They can differ from the start of the whole without any token across
@@ -105,11 +111,9 @@ class Encoder:
                 continue
             before = self._ids(draft.text[:border]) if prompt is None else prompt
             if not np.array_equal(ids[: len(before)], before):
-                # Some tokenizers write a space before every text they are given: the parts must add up to the whole.
-                for anchor in (self.tokenizer.eos_token or "", ""):
-                    parts = self._pieces(draft, anchor)
-                    if self._decode(parts[0]) == self._decode(ids):
-                        return parts
+                parts = self._adding_up(draft, ids)
+                if parts is not None:
+                    return _joined(parts)
                 starts[across] = border
             elif across.any() and len(before) < len(starts):
                 # Offsets leave spaces out, so the token only seemed to lie across the border.
@@ -129,29 +133,43 @@ class Encoder:
             self._headers[header] = self._ids(header)
         return np.array_equal(ids[first:until], self._headers[header])
 
-    def _pieces(self, draft: Draft, anchor: str = "") -> tuple[np.ndarray, np.ndarray]:
+    def _adding_up(self, draft: Draft, whole: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]] | None:
+        """The parts tokenized on their own, where they read as the whole does: some tokenizers write a space before
+        every text they are given."""
+        for anchor in (self.tokenizer.eos_token or "", ""):
+            parts = self._pieces(draft, anchor)
+            if self._decode(_joined(parts)[0]) == self._decode(whole):
+                return parts
+        return None
+
+    def _pieces(self, draft: Draft, anchor: str = "") -> list[tuple[np.ndarray, np.ndarray]]:
         """Tokenize the parts between borders on their own, as inference does.
 
         With an anchor, a special token stands before every part but the first and is taken off again: the part is then
         read as the middle of a text, not as its beginning.
         """
-        cuts = {0, len(draft.text), *draft.borders}
+        cuts = [0, *draft.borders, len(draft.text)]
         if not self.tokenizer.is_fast:
-            cuts |= {place for span in draft.spans for place in span}
-        ids, weights = [np.zeros(0, dtype=np.int32)], [np.zeros(0, dtype=np.float32)]
+            cuts += [place for span in draft.spans for place in span]
+        parts = []
         for start, end in pairwise(sorted(cuts)):
             part = draft.text[start:end]
             if self.tokenizer.is_fast:
                 lead = anchor if start else ""
                 out = self.tokenizer(lead + part, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
                 skip = 1 if lead else 0
-                ids.append(np.asarray(out["input_ids"], dtype=np.int32)[skip:])
+                ids = np.asarray(out["input_ids"], dtype=np.int32)[skip:]
                 starts = start - len(lead) + _token_starts(_pairs(out["offset_mapping"]))[skip:]
             else:
-                ids.append(self._ids(part))
-                starts = np.full(len(ids[-1]), start)
-            weights.append(_inside(starts, draft))
-        return np.concatenate(ids), np.concatenate(weights)
+                ids = self._ids(part)
+                starts = np.full(len(ids), start)
+            parts.append((ids, _inside(starts, draft)))
+        return parts
+
+
+def _joined(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    ids, weights = zip(*parts, strict=True)
+    return np.concatenate(ids), np.concatenate(weights)
 
 
 def _pairs(offsets: Sequence[Span]) -> np.ndarray:

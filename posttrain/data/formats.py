@@ -211,7 +211,7 @@ def _check(row: Mapping[str, Any], found: Format, text_field: str) -> None:
         _text(chat, text_field)
     elif found.type == "stepwise_supervision":
         _one_kind(chat, ("prompt",))
-        _steps(chat)
+        check_steps(chat)
     elif found.type != "tokenized":
         _one_kind(chat, [name for name in TYPES[found.type] if name != "label"])
         if found.type == "unpaired_preference" and chat["label"] not in (True, False):
@@ -246,7 +246,8 @@ def _text(row: Mapping[str, Any], column: str) -> None:
         raise DataError(f"column {column!r} is {_shown(row.get(column))}; write text.")
 
 
-def _steps(row: Mapping[str, Any]) -> None:
+def check_steps(row: Mapping[str, Any]) -> None:
+    """Raise `DataError` when `completions` are no texts, or `labels` not one boolean for each."""
     steps, labels = row["completions"], row["labels"]
     if not isinstance(steps, (list, tuple)) or not steps or not all(isinstance(step, str) for step in steps):
         raise DataError(f"column 'completions' is {_shown(steps)}; write a list of texts, one a step.")

@@ -115,14 +115,17 @@ def whole_rows(
 
 
 def in_memory(rows: list[dict[str, Any]], name: str) -> Any:
-    """Rows in memory as a data set. Images are refused first: beside text they make no table."""
+    """Rows in memory as a data set; a column that a row lacks is None there. Images are refused first: beside text they
+    make no table."""
     import pyarrow as pa
     from datasets import Dataset
 
     for row in rows:
         refuse_images(row)
     try:
-        return Dataset.from_list(rows)
+        # `datasets` would take the columns of the first row, and leave out the others without a word.
+        columns = dict.fromkeys(column for row in rows for column in row)
+        return Dataset.from_list([{**dict.fromkeys(columns), **row} for row in rows[:1]] + rows[1:])
     except (pa.ArrowException, TypeError) as error:
         raise DataError(
             f"The {name} set: its rows make no table ({error}); give a column one type in all rows."

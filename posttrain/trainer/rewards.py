@@ -1,4 +1,4 @@
-"""Rewards of rows, by a trained reward model, over exactly the ids that training builds."""
+"""Rewards of rows or of their steps, by a trained reward model, over exactly the ids that training builds."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from posttrain.data.forest import build_forest
 from posttrain.data.pairs import PairOptions, prepare_pairs
 from posttrain.data.rows import in_memory
+from posttrain.data.stepwise import StepOptions, prepare_steps
 from posttrain.data.unpaired import prepare_unpaired
 from posttrain.errors import ConfigError, ModelError
 from posttrain.model.load import LoadOptions, Prepared, hub_kwargs, prepare_model
@@ -22,16 +23,21 @@ TOKENS = 8192
 """Tokens of a forward, unless one pair has more."""
 
 
+_JUDGES = {
+    "SEQ_CLS": "reward model: give the folder that `posttrain reward` wrote, or a sequence classification model with "
+    "one label.",
+    "TOKEN_CLS": "process reward model, which rows with steps need: give the folder that `posttrain prm` wrote, or a "
+    "token classification model with two labels.",
+}
+
+
 def load_judge(source: Any, options: LoadOptions) -> Prepared:
     """A trained reward model, or an adapter that is one, ready to score.
 
     Raises `ModelError` for a name whose head was never trained: its rewards would be drawn at random.
     """
     if isinstance(source, str) and not _is_judge(source, options):
-        raise ModelError(
-            f"`model_name_or_path` is {source!r}, which is no reward model: give the folder that `posttrain reward` "
-            "wrote, or a sequence classification model with one label."
-        )
+        raise ModelError(f"`model_name_or_path` is {source!r}, which is no {_JUDGES[options.task]}")
     prepared = prepare_model(source, options)
     prepared.model.eval()
     return prepared
@@ -49,7 +55,8 @@ def _is_judge(source: str, options: LoadOptions) -> bool:
         config = AutoConfig.from_pretrained(source, **hub_kwargs(options))
     except Exception as error:  # network, permission and format errors have no common base
         raise ModelError(f"`model_name_or_path` is {source!r}, which cannot be read: {error}") from error
-    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+    kind = {"SEQ_CLS": "ForSequenceClassification", "TOKEN_CLS": "ForTokenClassification"}[options.task]
+    return any(name.endswith(kind) for name in config.architectures or ())
 
 
 def score_rows(
@@ -68,9 +75,8 @@ def score_rows(
     paired = {"chosen", "rejected"} <= columns or {"chosen_ids", "rejected_ids"} <= columns
     rows, sources = _pairs(dataset, tokenizer, max_length) if paired else _singles(dataset, tokenizer, max_length)
     found: dict[int, list[float]] = {}
-    for group in _groups(rows, sources, max_tokens):
-        for source, reward in zip((sources[i] for i in group), _rewards(judge, [rows[i] for i in group]), strict=True):
-            found.setdefault(source, []).append(reward)
+    for source, (reward,) in _read(judge, rows, sources, max_tokens):
+        found.setdefault(source, []).append(reward)
     for at in range(len(dataset)):
         rewards = found.get(at)
         if paired:
@@ -79,6 +85,30 @@ def score_rows(
             yield {"row": at, "chosen_reward": chosen, "rejected_reward": rejected, "margin": margin}
         else:
             yield {"row": at, "reward": rewards[0] if rewards else None}
+
+
+def score_steps(
+    judge: Prepared, tokenizer: Any, dataset: Any, options: StepOptions, max_tokens: int = TOKENS
+) -> Iterator[dict[str, Any]]:
+    """Of every row, {"row", "step_rewards"}: for each of its steps the probability that it is correct, None for one
+    that ends beyond the limit. The ids are those `PRMTrainer` trains on. Rows are `prompt` and `completions`; labels
+    are not read. Raises `DataError` naming row and column."""
+    if max_tokens < 1:
+        raise ConfigError(f"`max_tokens_per_forward` is {max_tokens}; it must be at least 1.")
+    dataset = in_memory(dataset, "scored") if isinstance(dataset, list) else dataset
+    steps = [len(row) if isinstance(row, list) else 0 for row in dataset["completions"]]
+    kept = [name for name in dataset.column_names if name not in ("labels", "sample_weight")]
+    labelled = dataset.select_columns(kept).add_column("labels", [[True] * n for n in steps])
+    prepared, report = prepare_steps(labelled, tokenizer, options, name="scored")
+    say(
+        f"scored: {report.steps} steps of {report.rows_kept} rows of {report.rows_in}; {report.steps_cut} steps beyond "
+        "`max_length` have none"
+    )
+    rows = [Row(row["input_ids"], row["weights"]) for row in prepared]
+    found = dict(_read(judge, rows, list(prepared["source"]), max_tokens))
+    for at, n in enumerate(steps):
+        rewards = found.get(at, [])
+        yield {"row": at, "step_rewards": [*rewards, *[None] * (n - len(rewards))]}
 
 
 def _pairs(dataset: Any, tokenizer: Any, max_length: int | None) -> tuple[list[Row], list[int]]:
@@ -125,7 +155,15 @@ def _groups(rows: list[Row], sources: list[int], max_tokens: int) -> Iterator[li
 
 
 @torch.no_grad()
-def _rewards(judge: Prepared, rows: list[Row]) -> list[float]:
+def _read(judge: Prepared, rows: list[Row], sources: list[int], max_tokens: int) -> Iterator[tuple[int, list[float]]]:
+    """Of every row its source, and what the head gives at each of its read-outs: a reward, or the probability of the
+    second of two labels."""
     device = next(judge.model.parameters()).device
-    batch = build_forest(rows, share=judge.layout == "packed", own=True).to(device)
-    return judge.model(token_batch=batch, score_request=ScoreRequest()).logps.tolist()
+    for group in _groups(rows, sources, max_tokens):
+        batch = build_forest([rows[i] for i in group], share=judge.layout == "packed", own=True).to(device)
+        scores = judge.model(token_batch=batch, score_request=ScoreRequest())
+        values = scores.values
+        given = scores.logps if values.shape[1] == 1 else torch.sigmoid(values[:, 1] - values[:, 0])
+        counts = torch.bincount(batch.sequence, minlength=len(group))
+        for i, part in zip(group, given.cpu().split(counts.tolist()), strict=True):
+            yield sources[i], part.tolist()

@@ -18,13 +18,15 @@ from data_fixtures import byte_tokenizer
 from datasets import Dataset
 from tiny import tiny_model, token_rows
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, TrainerCallback
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, TrainerCallback
 
 from posttrain import (
     DPOConfig,
     DPOTrainer,
     KTOConfig,
     KTOTrainer,
+    PRMConfig,
+    PRMTrainer,
     RewardConfig,
     RewardTrainer,
     SFTConfig,
@@ -173,15 +175,15 @@ def kto(
     )
 
 
-def as_reward(model: Any) -> Any:
-    """A sequence classification model over the body of a causal one, its head drawn once; another model as it is."""
+def as_reward(model: Any, auto: Any = AutoModelForSequenceClassification, labels: int = 1) -> Any:
+    """A classification model over the body of a causal one, its head drawn once; another model as it is."""
     if isinstance(model, str) or model.get_output_embeddings() is None:
         return model
     config = copy.deepcopy(model.config)
-    config.num_labels = 1
+    config.num_labels = labels
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        made = AutoModelForSequenceClassification.from_config(config)
+        made = auto.from_config(config)
         torch.nn.init.normal_(made.score.weight, std=0.3)
     made.base_model.load_state_dict(model.base_model.state_dict())
     return made
@@ -203,7 +205,44 @@ def reward(
     )
 
 
-TRAINERS: dict[str, Callable[..., Any]] = {"sft": sft, "dpo": dpo, "kto": kto, "reward": reward}
+def steps_from(rows: Any) -> Dataset:
+    """Labelled steps of token ids from token rows: one ends at every third trained token, and two of three are
+    correct."""
+    made = []
+    for at, row in enumerate(rows):
+        ends = [i for i, label in enumerate(row["labels"]) if label != -100][::3]
+        marks = {end: int((at + n) % 3 != 1) for n, end in enumerate(ends)}
+        labels = [marks.get(i, -100) for i in range(len(row["input_ids"]))]
+        made.append({"input_ids": row["input_ids"], "labels": labels, "sample_weight": 1.0 + at % 2})
+    return Dataset.from_list(made)
+
+
+def as_prm(model: Any) -> Any:
+    """As `as_reward`, with a head of two labels at every token."""
+    made = as_reward(model, AutoModelForTokenClassification, labels=2)
+    for module in made.modules() if made is not model else ():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # of the class's own, which no config of a causal model knows
+    return made
+
+
+def prm(
+    model: Any = None, rows: Any = None, eval_rows: Any = None, peft_config: Any = None, **fields: Any
+) -> PRMTrainer:
+    """A trainer of process reward models on a tiny Qwen3 and steps made of the rows of `sft`."""
+    fields = FIELDS | {"learning_rate": 0.01} | fields
+    fields.setdefault("output_dir", scratch())
+    return PRMTrainer(
+        as_prm(tiny_model("qwen3") if model is None else model),
+        PRMConfig(max_length=128, **fields),
+        train_dataset=steps_from(token_rows() if rows is None else rows),
+        eval_dataset=None if eval_rows is None else steps_from(eval_rows),
+        processing_class=byte_tokenizer(),
+        peft_config=peft_config,
+    )
+
+
+TRAINERS: dict[str, Callable[..., Any]] = {"sft": sft, "dpo": dpo, "kto": kto, "reward": reward, "prm": prm}
 
 
 def same(a: Run, b: Run, tolerance: float = 1e-5) -> None:

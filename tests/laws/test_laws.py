@@ -14,22 +14,36 @@ from typing import Any
 import pytest
 import torch
 from laws.mutants import active, applied
-from laws.runs import TRAINERS, Run, as_reward, bit_equal, labelled_from, pairs_from, run, same, scratch
+from laws.runs import (
+    TRAINERS,
+    Run,
+    as_prm,
+    as_reward,
+    bit_equal,
+    labelled_from,
+    pairs_from,
+    run,
+    same,
+    scratch,
+    steps_from,
+)
 from peft import LoraConfig
 from pool import POOL
 from tiny import tiny_model, token_rows
+from torch.nn.functional import cross_entropy
 
 from posttrain.model.scoring import bind_head
 
 LAWS: dict[str, Law] = {}
 # Laws that say nothing of a trainer: pairs are not packed into bins.
 WITHOUT = {"dpo": {"packing", "resume_packed"}, "kto": {"packing", "resume_packed"}}
-WITHOUT["reward"] = WITHOUT["dpo"]
+WITHOUT |= dict.fromkeys(("reward", "prm"), WITHOUT["dpo"])
 # Metrics that differ from micro-batch to micro-batch.
 METRICS = {
     "sft": ("entropy", "mean_token_accuracy"),
     "kto": ("entropy", "logps/chosen", "lengths/rejected", "kl"),
     "reward": ("accuracy", "margin", "mean_reward", "brier"),
+    "prm": ("accuracy", "accuracy/correct", "accuracy/incorrect", "brier"),
     "dpo": ("entropy", "logps/chosen", "lengths/rejected", "loss/sft"),
 }
 
@@ -196,7 +210,20 @@ def plain_reward_loss(model: Any, rows: Any) -> float:
     return total / weights
 
 
+def plain_step_loss(model: Any, rows: Any) -> float:
+    """Cross-entropy of the two labels at the end of each step, a weighted mean, from the model's own logits."""
+    judge, total, weights = as_prm(model).eval(), 0.0, 0.0
+    for row in steps_from(rows):
+        with torch.no_grad():
+            logits = judge(input_ids=torch.tensor([row["input_ids"]])).logits[0]
+        labels = torch.tensor(row["labels"])
+        total += row["sample_weight"] * cross_entropy(logits, labels, reduction="sum").item()
+        weights += row["sample_weight"] * int((labels != -100).sum())
+    return total / weights
+
+
 PLAIN = {"sft": plain_loss, "dpo": plain_pair_loss, "kto": plain_labelled_loss, "reward": plain_reward_loss}
+PLAIN["prm"] = plain_step_loss
 
 
 @law("adapter_not_zero")
@@ -222,7 +249,7 @@ def metrics_add_up(trainer: str) -> None:
     settings: dict[str, Any] = {"learning_rate": 0.0, "max_steps": 1, "rows": token_rows(masked=False)}
     one = train(trainer, model=model, per_device_train_batch_size=12, **settings)
     four = train(trainer, model=model, per_device_train_batch_size=1, gradient_accumulation_steps=12, **settings)
-    assert trainer == "reward" or one.logs[0]["entropy"] < 5.6
+    assert trainer in ("reward", "prm") or one.logs[0]["entropy"] < 5.6
     for name in (*METRICS[trainer], "num_tokens"):
         assert one.logs[0][name] == pytest.approx(four.logs[0][name], rel=1e-5)
 
