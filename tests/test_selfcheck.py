@@ -77,6 +77,16 @@ def test_a_misspelt_name_is_refused():
         sft(skip_self_checks=["forrest"]).train()
 
 
+def test_what_units_cancel_is_not_held_against_rounding():
+    """Gradients of norm 1 each whose sum is 0.01, half of it rounding."""
+    engine: Any = SimpleNamespace(model=tiny_model("qwen3"), args=SimpleNamespace(bf16=True, fp16=False))
+    engine.more_self_checks = ()
+    one, many = torch.tensor([0.01, 0.0]), torch.tensor([0.01, 0.005])
+    for size, verdict in ((2.0, "pass"), (0.0, "fail")):
+        passes = (selfcheck._Pass(0.5, {}, one, 0.01), selfcheck._Pass(0.5, {}, many, size))
+        assert selfcheck._compare(engine, *passes, 2)[0] == verdict
+
+
 def test_broken_accumulation_is_found():
     with applied("mean_of_micro_batch_means"), pytest.raises(SelfCheckError, match="accumulation: 1 micro-batch of 2"):
         run(sft(**ON))

@@ -57,7 +57,7 @@ def sizes(batch: Any) -> tuple[int, int]:
     if "batch" in batch:  # ours: shared tokens count once for each sequence that has them, as they would unshared
         forests = [piece.batch for piece in batch["batch"]]
         return sum(f.unshared_tokens for f in forests), sum(f.num_tokens for f in forests)
-    computed = batch["input_ids"].numel()
+    computed = sum(value.numel() for name, value in batch.items() if name.endswith("input_ids"))
     mask = batch.get("attention_mask")
     return (computed if mask is None else int(mask.sum())), computed
 

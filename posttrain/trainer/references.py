@@ -30,7 +30,7 @@ from posttrain.model.reference import create_reference_model
 from posttrain.parallel.ranks import all_max, barrier, gather_objects, rank, say, world_size
 from posttrain.trainer.experience import Experience
 from posttrain.trainer.pairs import with_tail_weights
-from posttrain.trainer.selfcheck import tolerance
+from posttrain.trainer.tolerance import tolerance
 from posttrain.types import TokenBatch
 
 logger = logging.getLogger(__name__)
