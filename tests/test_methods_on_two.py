@@ -3,12 +3,14 @@ with uneven rows, with every kind of reference, and with one class of rows on ea
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from typing import Any
 
 import pytest
 import test_kto
 import torch
+from families import build as build_family
 from laws.runs import TRAINERS, Run, same, scratch
 from peft import LoraConfig, get_peft_model
 from pool import POOL
@@ -36,7 +38,8 @@ def train(method: str, strategy: str | None, **settings: Any) -> tuple[Run, str]
 
 def one_is_two(method: str, strategy: str, **settings: Any) -> str:
     """4 rows a step. Returns the kind of the reference, which is the same on all ranks."""
-    one, kind = train(method, None, per_device_train_batch_size=4, **settings)
+    # A copy: a model that was trained cannot be sent to the ranks.
+    one, kind = train(method, None, per_device_train_batch_size=4, **copy.deepcopy(settings))
     ranks = POOL.run(train, method=method, strategy=strategy, per_device_train_batch_size=2, **settings)
     for two, its in ranks:
         same(one, two)
@@ -50,6 +53,13 @@ def one_is_two(method: str, strategy: str, **settings: Any) -> str:
 def test_uneven_rows(method: str, strategy: str):
     """5 rows, two passes: one rank has a row and the other none."""
     one_is_two(method, strategy, rows=token_rows(5), max_steps=-1, num_train_epochs=2)
+
+
+@STRATEGY
+@pytest.mark.parametrize("method", ["dpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("kto", "reward"))])
+def test_experts(method: str, strategy: str):
+    """Their balance loss weighs as much as the rest, beside a reference that has experts too."""
+    one_is_two(method, strategy, model=build_family("qwen3-moe"), router_aux_loss_coef=1.0, max_steps=2)
 
 
 @STRATEGY
@@ -84,10 +94,18 @@ REFERENCES: dict[str, tuple[str, Any, type]] = {
 
 
 @STRATEGY
+@pytest.mark.parametrize("method", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("reference", REFERENCES)
-def test_references_of_dpo(reference: str, strategy: str, folders: dict[str, str]):
+def test_references(reference: str, method: str, strategy: str, folders: dict[str, str]):
     model, config, kind = REFERENCES[reference]
     given = {"peft_config": config} if config is not None else {}
     given |= {"model": folders[model]} if folders[model] else {}
-    found = one_is_two("dpo", strategy, output_dir=scratch(), learning_rate=1.0, **given)
+    found = one_is_two(method, strategy, output_dir=scratch(), learning_rate=1.0, **given)
     assert found == kind.__name__
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero2", marks=_ZERO)])
+def test_a_moving_reference(strategy: str, adapted: bool):
+    given = {"peft_config": lora(fresh=False)} if adapted else {}
+    one_is_two("dpo", strategy, sync_ref_model=True, ref_model_sync_steps=1, learning_rate=1.0, **given)
