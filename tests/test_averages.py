@@ -141,7 +141,7 @@ def test_bema_in_a_run_is_saved_and_resumed(tmp_path: Path):
         torch.testing.assert_close(weight, whole.bema.result[name])
         assert not torch.equal(weight, last.get_parameter(name))
     resumed = BEMACallback(update_freq=1)
-    trainer(tmp_path / "a", resumed).train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    trainer(tmp_path / "b", resumed).train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
     for name, weight in whole.bema.result.items():
         torch.testing.assert_close(resumed.bema.result[name], weight, rtol=0, atol=0)
 

@@ -44,6 +44,7 @@ NAMES += (
     "report",
     "command-line",
     "losses",
+    "papers",
 )
 PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]
 UPDATE_FLAG = "POSTTRAIN_UPDATE_DOCS"

@@ -230,16 +230,6 @@ def test_references_that_are_refused():
     assert dpo(loss_type="simpo").reference is None
 
 
-def test_moving_reference_goes_on_from_a_checkpoint():
-    folder = scratch()
-    settings: dict[str, Any] = {"sync_ref_model": True, "ref_model_sync_steps": 1, "max_steps": 4, "output_dir": folder}
-    settings |= {"save_strategy": "steps", "save_steps": 2}
-    whole = run(dpo(**settings))
-    assert whole.losses != pytest.approx(run(dpo(max_steps=4)).losses, rel=1e-4)
-    rest = run(dpo(**settings), resume=f"{folder}/checkpoint-2")
-    assert rest.losses == whole.losses
-
-
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import pytest
 import test_docs
 
 from posttrain.loss.kl import KL
+from posttrain.loss.nll import TOKEN_LOSSES
 from posttrain.loss.policy import POLICY
 from posttrain.loss.preference import PREFERENCE
 from posttrain.loss.unpaired import UNPAIRED
@@ -69,6 +70,18 @@ def test_docstrings_name_the_papers_of_the_page(table: str):
         document = function_of(row).__doc__
         unsaid = {"dr_grpo", "luspo"}  # they share a function, and differ in what the sum is divided by
         assert name in unsaid or all(paper in document for paper in papers), name
+
+
+def test_which_loss_when_leaves_none_out():
+    """Names of the library that have no trainer yet say so."""
+    (text,) = re.findall(r"## Which loss when\n(.*?)\n## ", test_docs.read(PAGE), re.S)
+    lines = [line.split("|")[2:4] for line in text.splitlines() if line.startswith("|")]
+    named = {name: trainer.strip() for trainer, start in lines for name in re.findall(r"`(\w+)`", start)}
+    every = {*PREFERENCE, *UNPAIRED, *POLICY, *TOKEN_LOSSES} - {"chunked_nll"}
+    assert every - named.keys() == set()
+    assert {named[name] for name in PREFERENCE if name not in ("sft", "tpo")} == {"DPO"}
+    assert {named[name] for name in UNPAIRED} == {"KTO"}
+    assert {name for name, trainer in named.items() if trainer == "none yet"} == {"tpo", *POLICY}
 
 
 def test_the_page_is_linked_and_runs():

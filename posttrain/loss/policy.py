@@ -152,9 +152,9 @@ class Policy:
 POLICY: dict[str, Policy] = {
     "grpo": Policy(clipped, "sequences", average=True, levels=("token", "sequence")),
     "bnpo": Policy(clipped, "tokens", levels=("token", "sequence")),
-    "dr_grpo": Policy(clipped, "max_length", levels=("token", "sequence")),
+    "dr_grpo": Policy(clipped, "max_length", levels=("token", "sequence")),  # arXiv 2503.20783
     "dapo": Policy(clipped, "tokens", levels=("token", "sequence")),
-    "luspo": Policy(clipped_sequence, "sequences", whole=True, levels=("token", "sequence")),
+    "luspo": Policy(clipped_sequence, "sequences", whole=True, levels=("token", "sequence")),  # arXiv 2602.05261
     "cispo": Policy(cispo, "tokens"),
     "sapo": Policy(sapo, "sequences", average=True),
     "vespo": Policy(vespo, "tokens", whole=True),

@@ -78,6 +78,18 @@ def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | Non
         raise ConfigError(f"the `bnb_4bit_*` fields make no quantization: {error}") from error
 
 
+def head_left_whole(config: Any, heads: Iterable[str]) -> Any:
+    """A quantization that leaves heads of labels as they are. transformers leaves the last module, but for one with a
+    bias, and a head drawn anew is trained."""
+    from transformers import BitsAndBytesConfig
+
+    if not isinstance(config, BitsAndBytesConfig):
+        return config
+    config = copy.copy(config)
+    config.llm_int8_skip_modules = [*(config.llm_int8_skip_modules or ()), *heads]
+    return config
+
+
 def _compute_dtype(dtype: str | None) -> str:
     """The dtype 4-bit weights are multiplied in. Unset: bfloat16 where the device multiplies it natively, else
     bitsandbytes' own, float32."""

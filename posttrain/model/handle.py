@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from posttrain.errors import ConfigError
 from posttrain.model.adapters import is_adapted
 from posttrain.model.reference import mix_into
+from posttrain.parallel.deepspeed import whole_parameters
 from posttrain.parallel.params import whole
 from posttrain.parallel.roles import prepare_role
 from posttrain.parallel.training_state import fill
@@ -113,16 +114,18 @@ class StartingWeights(Reference):
 
     @contextlib.contextmanager
     def _swapped(self) -> Iterator[None]:
-        trained = dict(self._model.named_parameters())
-        now = {name: trained[name].detach().clone() for name in self._start}
-        for name, value in self._start.items():
-            fill(trained[name], value)
+        trained = {name: p for name, p in self._model.named_parameters() if name in self._start}
+        with whole_parameters(trained.values(), writing=True):
+            now = {name: p.detach().clone() for name, p in trained.items()}
+            for name, p in trained.items():
+                fill(p.detach(), self._start[name])
         _forget_gathered(self._model)
         try:
             yield
         finally:
-            for name, value in now.items():
-                trained[name].detach().copy_(value)
+            with whole_parameters(trained.values(), writing=True):
+                for name, p in trained.items():
+                    p.detach().copy_(now[name])
             _forget_gathered(self._model)
 
     def move(self, policy: nn.Module, alpha: float) -> None:
@@ -144,14 +147,12 @@ class StartingWeights(Reference):
 def starting_reference(policy: Any, moves: bool = False) -> Reference | None:
     """The handle that needs no second model, for a policy under an adapter; None for one trained in full.
 
-    An adapter that adds nothing yet, beside which nothing is trained, has its base for a reference. Raises
-    `ConfigError` for an adapter that ZeRO-3 has partitioned: whether it adds something cannot be seen.
+    An adapter that adds nothing yet, beside which nothing is trained, has its base for a reference.
     """
     if not is_adapted(policy):
         return None
-    if any(getattr(p, "ds_id", None) is not None for p in policy.parameters() if p.requires_grad):
-        raise ConfigError("an adapter beside its reference is not supported under ZeRO-3; use ZeRO-2 or FSDP2.")
-    return StartingWeights(policy) if moves or not _adds_nothing(policy) else WithoutAdapter(policy)
+    with whole_parameters(p for p in policy.parameters() if p.requires_grad):
+        return StartingWeights(policy) if moves or not _adds_nothing(policy) else WithoutAdapter(policy)
 
 
 def _adds_nothing(policy: nn.Module) -> bool:

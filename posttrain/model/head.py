@@ -51,10 +51,14 @@ def output_head(model: Any) -> Any:
     return label_head(model) if projection is None else projection
 
 
+LABEL_HEADS = ("score", "classifier")
+"""What transformers calls a head of labels."""
+
+
 def label_head(model: Any) -> Any:
     """What AutoModelForSequenceClassification and AutoModelForTokenClassification put on the hidden states; None for a
     model that has an output projection."""
-    found = [getattr(model, name, None) for name in ("score", "classifier")]
+    found = [getattr(model, name, None) for name in LABEL_HEADS]
     modules = [module for module in found if isinstance(module, nn.Module)]
     return modules[0] if modules and model.get_output_embeddings() is None else None
 

@@ -23,13 +23,14 @@ from posttrain.errors import ConfigError, ModelError
 from posttrain.model.adapters import (
     check_adapter,
     check_trainable,
+    head_left_whole,
     is_adapted,
     keep_quantized_weights,
     with_label_head,
     wrap_adapter,
 )
 from posttrain.model.body import backbone, text_model
-from posttrain.model.head import head_spec, label_head, labels_of, output_head
+from posttrain.model.head import LABEL_HEADS, head_spec, label_head, labels_of, output_head
 from posttrain.model.probe import choose_layout, take_forests
 from posttrain.model.saved import SavedAdapter, check_resized, find_adapter, put_on
 from posttrain.model.scoring import Scoring, bind_head
@@ -277,7 +278,10 @@ def _load(source: str, options: LoadOptions, adapted: bool, quantization_config:
         dtype = _DTYPES[dtype]
     kwargs["dtype"] = dtype or ("auto" if adapted or quantization_config is not None else torch.float32)
     if quantization_config is not None:
-        kwargs["quantization_config"] = quantization_config
+        labelled = options.task in LABELS
+        kwargs["quantization_config"] = (
+            head_left_whole(quantization_config, LABEL_HEADS) if labelled else quantization_config
+        )
     kwargs.setdefault("trust_remote_code", options.trust_remote_code)
     try:
         config = AutoConfig.from_pretrained(source, **hub_kwargs(options))

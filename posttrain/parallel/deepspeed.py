@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -156,6 +158,20 @@ def master_weight(parameter: Tensor) -> Tensor | None:
     return safe_get_full_fp32_param(parameter)
 
 
+@contextlib.contextmanager
+def whole_parameters(parameters: Iterable[Tensor], writing: bool = False) -> Iterator[None]:
+    """Parameters that ZeRO-3 took apart are whole inside; the others are as they are. With `writing`, what every rank
+    writes into them stays. A collective."""
+    parted = [p for p in parameters if "ds_id" in vars(p)]
+    if not parted:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(parted, modifier_rank=0 if writing else None):
+        yield
+
+
 def _engine_type() -> type:
     from deepspeed import DeepSpeedEngine
 
@@ -163,12 +179,10 @@ def _engine_type() -> type:
 
 
 def _whole_parameter(parameter: nn.Parameter) -> Tensor:
-    import deepspeed
-
     full = master_weight(parameter)
     if full is not None:
         return full
-    with deepspeed.zero.GatheredParameters([parameter]):
+    with whole_parameters([parameter]):
         return parameter.detach().clone()
 
 

@@ -217,14 +217,15 @@ class BEMACallback(TrainerCallback):
             )
         self.update_freq, self.update_after = update_freq, update_after
         self.bema = Bema(ema_power, bias_power, lag, multiplier, min_ema_multiplier, device)
+        self._checkpoint: Path | None = None  # that a run goes on from
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.bema.start(kwargs["model"])
-        if state.global_step == 0:
+        if self._checkpoint is None:
             return
-        file = self._file(args, state)
+        file, self._checkpoint = self._checkpoint / _BEMA_FILE, None
         if file.is_file():
             self.bema.load(torch.load(file, map_location=self.bema.device, weights_only=True))
         else:
@@ -236,6 +237,10 @@ class BEMACallback(TrainerCallback):
             self.bema.start(kwargs["model"])
         elif since > 0 and since % self.update_freq == 0:
             self.bema.update(kwargs["model"], state.global_step)
+
+    def read_state(self, folder: Path) -> None:
+        """Called with the checkpoint a run goes on from, before training begins."""
+        self._checkpoint = folder
 
     def write_state(self, folder: Path) -> None:
         """Called while a checkpoint is written, so that the averages are as whole as the rest of it."""
@@ -251,7 +256,3 @@ class BEMACallback(TrainerCallback):
         if kwargs.get("processing_class") is not None:
             kwargs["processing_class"].save_pretrained(folder)
         say(f"BEMA: saved to {folder}")
-
-    @staticmethod
-    def _file(args: TrainingArguments, state: TrainerState) -> Path:
-        return Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / _BEMA_FILE

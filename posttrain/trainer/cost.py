@@ -1,7 +1,7 @@
 """What a step costs: the floating-point operations its model needs, the memory it takes, and what the device could do.
 
-Operations are those of the formulas, not those that run: what checkpointing recomputes is not counted (Chowdhery et al.
-2022, "PaLM", appendix B: model FLOPs utilization).
+Operations are those of the formulas, not those that run: what checkpointing recomputes is not counted (PaLM,
+arXiv 2204.02311, appendix B: model FLOPs utilization).
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ class DPOTrainer(Engine):
 
     def experience(self, window: list[TokenBatch]) -> list[PairExperience]:
         config, policy = self._config, self.model_wrapped
-        place = self.args.device, config.max_tokens_per_forward
+        place = self.args.device, self.recovery.limit(window)
         found = []
         for batch in (with_tail_weights(each, config.ld_alpha) for each in window):
             zeros = torch.zeros(batch.num_sequences)

@@ -153,9 +153,9 @@ class KTOTrainer(Engine):
 
     def experience(self, window: list[TokenBatch]) -> list[UnpairedExperience]:
         config, policy, device = self._config, self.model_wrapped, self.args.device
-        place = device, config.max_tokens_per_forward
         if config.needs("kl"):
             return self._with_kl(window)
+        place = device, self.recovery.limit(window)
         found = [UnpairedExperience(b, reference_sums(self.reference, policy, b, *place)) for b in window]
         if config.needs("delta") and self.window.training:
             own = [scored_sums(partial(score_tokens, policy), exp.batch, *place) for exp in found]
@@ -166,7 +166,7 @@ class KTOTrainer(Engine):
     def _with_kl(self, window: list[TokenBatch]) -> list[UnpairedExperience]:
         """Own and mismatched responses go through the reference in one forest; the mismatched through the policy."""
         config, policy, reference = self._config, self.model_wrapped, self.reference
-        place, found, ratios = (self.args.device, config.max_tokens_per_forward), [], []
+        place, found, ratios = (self.args.device, self.recovery.limit(window)), [], []
         spare = spare_row(self.train_dataset, window) if self.train_dataset is not None else None
         for batch, others in zip(window, with_other_responses(window, spare, config.max_length), strict=True):
             both, S = both_forests(batch, others, self._share), batch.num_sequences

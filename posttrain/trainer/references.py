@@ -255,14 +255,13 @@ class MovingReference(TrainerCallback):
             raise ConfigError("`sync_ref_model` does not work on sharded weights (FSDP2, ZeRO-3); use ZeRO-2 or DDP.")
         self._reference = reference
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if not state.global_step:
-            return
-        file = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / _MOVED_FILE
+    def read_state(self, folder: Path) -> None:
+        """From the checkpoint a run goes on from, wherever it lies."""
+        file = folder / _MOVED_FILE
         if not file.is_file():
             raise ConfigError(
                 f"`sync_ref_model` is on and there is no {file}: the reference at that step is not known. Resume from "
-                "a checkpoint of `output_dir`, or start again."
+                "a checkpoint of a run that had it on, or start again."
             )
         self._reference.restore(torch.load(file, map_location="cpu", weights_only=True))
 

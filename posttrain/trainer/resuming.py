@@ -274,7 +274,7 @@ def _say_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def restore(trainer: Any, checkpoint: Path) -> None:
-    """What the base class does not: the cursor of a stream, and what callbacks count."""
+    """What the base class does not: the cursor of a stream, and what callbacks keep or count."""
     state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     items, cursor = trainer.train_dataset, checkpoint / CURSOR
     if isinstance(items, StreamItems) and cursor.is_file():
@@ -287,6 +287,10 @@ def restore(trainer: Any, checkpoint: Path) -> None:
             )
     elif isinstance(items, StreamItems):
         say(f"{checkpoint} has no cursor: the stream is read again up to step {state['global_step']}")
+    for callback in trainer.callback_handler.callbacks:
+        read = getattr(callback, "read_state", None)
+        if read is not None:
+            read(checkpoint)
     if trainer.args.restore_callback_states_from_checkpoint:
         return
     stored = state.get("stateful_callbacks") or {}
