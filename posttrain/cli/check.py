@@ -5,9 +5,10 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
+from posttrain.cli import run
 from posttrain.cli.method import choose, possible
 from posttrain.cli.parse import Values, construct
-from posttrain.cli.run import build, check_run, config_of, load_data, say
+from posttrain.cli.run import build, config_of, load_data, say
 
 
 def check(values: Values) -> None:
@@ -34,7 +35,7 @@ def check(values: Values) -> None:
 
 def check_fields(values: Values) -> None:
     """Refuse what cannot run, before anything heavy is imported."""
-    check_run(possible(values)[0], values)
+    run.check(values, config_of(possible(values)[0]))
 
 
 def _method(values: Values) -> str:

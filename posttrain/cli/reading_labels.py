@@ -93,7 +93,7 @@ class PairReader(Reader):
 
 
 def _pair_view(number: int, fate: str, pair: Sequence[tuple[np.ndarray, np.ndarray]]) -> RowView:
-    """Two responses, and what both begin with."""
+    """Two responses, and what both begin with: all, where they are the same."""
     (a, _), (b, _) = pair
     size = min(len(a), len(b))
     same = a[:size] == b[:size]
@@ -103,7 +103,7 @@ def _pair_view(number: int, fate: str, pair: Sequence[tuple[np.ndarray, np.ndarr
         Laid(ids[apart:].tolist(), weights[apart:].tolist(), label, apart)
         for label, (ids, weights) in zip(SIDES, pair, strict=True)
     )
-    return RowView(number, fate, parts, shared if apart else None)
+    return RowView(number, fate, parts if any(part.ids for part in parts) else (), shared if apart else None)
 
 
 @final

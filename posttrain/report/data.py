@@ -166,18 +166,20 @@ def _sequences(view: RowView, texts: TokenTexts) -> Markup:
     parts = joined(_sequence(laid, texts) for laid in view.sequences)
     if view.shared is None:
         return parts
+    if not view.sequences:
+        return _sequence(view.shared, texts)
     return joined([_sequence(view.shared, texts), Markup('<div class="sides">{}</div>').format(parts)])
 
 
 def _sequence(laid: Laid, texts: TokenTexts) -> Markup:
-    label = paragraph(visible(laid.label), "soft") if laid.label else Markup("")
+    label = Markup("<b>{}</b> ").format(visible(laid.label)) if laid.label else Markup("")
     trained = sum(1 for weight in laid.weights if weight)
     begins = f", from token {laid.start:,} on" if laid.start else ""
-    about = paragraph(f"{len(laid.ids):,} tokens{begins}, {trained:,} marked", "key")
+    about = paragraph(label + f"{len(laid.ids):,} tokens{begins}, {trained:,} marked", "key")
     runs = Markup("").join(_run(run) for run in texts.runs(laid))
     return Markup(
-        '<div>{}{}<div class="row" tabindex="0" role="region" aria-label="Tokens of the row">{}</div></div>'
-    ).format(label, about, runs)
+        '<div>{}<div class="row" tabindex="0" role="region" aria-label="Tokens of the row">{}</div></div>'
+    ).format(about, runs)
 
 
 def _run(run: Run) -> Markup:
@@ -213,7 +215,8 @@ def _charts(found: Inspection) -> list[Markup]:
             ("masked" if not value else f"weight {value:g}", float(count), f"{count:,}")
             for value, count in each.weight_values.items()
         ]
-        out.append(bars(f"Loss weights of {name} tokens", weights))
+        if not each.rows.marks[1]:  # else the sign of a weight is a label
+            out.append(bars(f"Loss weights of {name} tokens", weights))
         out.append(bars(f"What became of {name} rows", _fates(each)))
         out += map(_chart, facts.charts)
     return out
