@@ -116,6 +116,23 @@ def test_pairs_that_cannot_be_encoded_are_all_named(look):
     assert "Rows that cannot be encoded 2 of 6 train rows (33 %) stop the run." in out
     assert "Row 2 of the train set" in out and "train rows: 2, 4" in out
     assert "4 of 6 kept" in out and "train row 4: cannot be encoded" in out
+    rows[0]["chosen"] = None
+    assert "· dpo " in (out := look(rows)[0]) and "3 of 6 kept" in out
+    out, _ = look(rows, "--method", "kto")
+    assert "Row 0 of the train set: column 'completion' holds None" in out and "9 of 12 kept" in out
+
+
+def test_rows_of_another_method_are_refused_as_training_does(tmp_path, capsys):
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a"}), encoding="utf-8")
+    args = ["--model_name_or_path", str(tmp_path / "model"), "--dataset_name", str(tmp_path / "rows.jsonl")]
+    for method, said in (
+        ("dpo", "pairs need 'chosen' and"),
+        ("kto", "rows need 'prompt'"),
+        ("prm", "rows need 'prompt'"),
+    ):
+        assert main(["inspect", *args, "--method", method]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_chats_and_token_ids(look):

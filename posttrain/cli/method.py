@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import islice
+from typing import Any, Literal, get_args
 
 from posttrain.cli.parse import Values, flag_name, index, parse, read_command_line, read_file
 from posttrain.cli.run import config_of
 from posttrain.cli.schema import Options
 from posttrain.errors import ConfigError
 
-METHODS = ("sft", "dpo", "kto", "reward", "prm")
+Method = Literal["sft", "dpo", "kto", "reward", "prm"]
+METHODS: tuple[Method, ...] = get_args(Method)
 _SFT = config_of("sft")
+_LOOKED_AT = 100  # rows; a column of the first may be empty by mistake
 # The columns that hold something → the methods that read such rows, the usual one first. The first that fits.
 _READ = (
     (("prompt", "completions", "labels"), ("prm",)),
@@ -29,7 +32,7 @@ _READ = (
 class MethodArguments:
     """Which method the fields are of."""
 
-    method: Literal["sft", "dpo", "kto", "reward", "prm"] | None = None
+    method: Method | None = None
     """Method whose fields are given. Unset: the one that has them all and reads rows with such columns."""
 
 
@@ -83,7 +86,7 @@ def choose(values: Values, rows: Any) -> str:
     methods = possible(values)
     if len(methods) == 1:
         return methods[0]
-    held = {name for name, value in (next(iter(rows), None) or {}).items() if value is not None}
+    held = {name for row in islice(iter(rows), _LOOKED_AT) for name, value in row.items() if value is not None}
     read = next(readers for columns, readers in _READ if held.issuperset(columns))
     for method in read:
         if method in methods:

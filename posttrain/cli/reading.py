@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from posttrain.data.formats import format_of
 from posttrain.data.overflow import CONTINUED, FILLED, KEPT, MASKED, PreparationReport
@@ -19,7 +19,9 @@ SEARCHED = 2000  # rows tried one by one when one of them cannot be encoded
 
 
 class Reader(ABC):
-    """How one method reads the rows of one set."""
+    """How one method reads the rows of one set. first_tells: the first row tells what the others are."""
+
+    first_tells: ClassVar[bool] = False
 
     def __init__(self, tokenizer: Any, args: Any, name: str) -> None:
         self.tokenizer, self.args, self.name = tokenizer, args, name
@@ -99,8 +101,8 @@ def _prepared(reader: Reader, raw: Any, numbers: list[int]) -> Any:
     """(raw rows, their numbers, the broken ones, prepared rows, the report)."""
     try:
         return raw, numbers, [], *reader.prepare(raw)
-    except DataError:
-        if not len(raw):
+    except DataError as error:
+        if not len(raw) or str(error).startswith(f"The {reader.name} set"):  # no row of it would do
             raise
     raw, numbers = raw.select(range(min(len(raw), SEARCHED))), numbers[:SEARCHED]
     broken: list[tuple[int, str]] = []
@@ -111,7 +113,7 @@ def _prepared(reader: Reader, raw: Any, numbers: list[int]) -> Any:
             good.append(at)
         except DataError as error:
             broken.append((number, str(error).replace(f"Row {at} of", f"Row {number} of")))
-    if not good or good[0]:  # what the rows are is read from the first one
+    if not good or (good[0] and reader.first_tells):
         return raw, numbers, broken, _no_rows(), PreparationReport(reader.name, rows_in=len(raw))
     prepared, report = reader.prepare(raw.select(good))
     sources = [good[at] for at in prepared["source"]]
@@ -129,6 +131,8 @@ def _no_rows() -> Any:
 @final
 class SFTReader(Reader):
     """Rows of supervised fine-tuning."""
+
+    first_tells = True
 
     def __init__(self, tokenizer: Any, args: Any, name: str) -> None:
         super().__init__(tokenizer, args, name)

@@ -21,8 +21,10 @@ from posttrain.data.pairs import (
     cut_pair,
     laid_pairs,
 )
+from posttrain.data.preference import unpair_preference_dataset
 from posttrain.data.stepwise import StepOptions, StepPreparer, counted_steps, laid_steps
-from posttrain.data.unpaired import UnpairedPreparer, counted_rows, laid_rows, rows_of_pairs
+from posttrain.data.unpaired import UnpairedPreparer, counted_rows, laid_rows, with_prompt
+from posttrain.errors import DataError
 from posttrain.report.survey import Laid, RowView
 from posttrain.trainer.options import pair_options, unpaired_options
 from posttrain.trainer.prm import step_options
@@ -119,7 +121,8 @@ class UnpairedReader(Reader):
         """Of pair k the chosen response is row 2k, and the rejected one row 2k + 1."""
         if not len(raw) or not {*SIDES} <= {*raw.column_names}:
             return raw, numbers
-        rows = rows_of_pairs(raw.add_column(_PAIR, numbers), self.name)
+        pairs = raw.add_column(_PAIR, numbers).map(_prompted, desc=f"Reading the {self.name} pairs")
+        rows = unpair_preference_dataset(pairs)
         ours = [2 * at + (not label) for at, label in zip(rows[_PAIR], rows["label"], strict=True)]
         return rows.remove_columns(_PAIR), ours
 
@@ -149,6 +152,14 @@ class UnpairedReader(Reader):
 
     def details(self) -> dict[str, Any]:
         return {"marks": ("desirable responses", "others")}
+
+
+def _prompted(row: dict[str, Any]) -> dict[str, Any]:
+    """As training does; what that refuses is refused again where the rows are tried."""
+    try:
+        return with_prompt(row)
+    except DataError:
+        return {**row, "prompt": row.get("prompt")}
 
 
 def _sign(label: Any) -> float:

@@ -91,7 +91,8 @@ def prepare_unpaired(
         raise EmptyDataError(f"The {name} set has no rows; check the file, the split and any filter.")
     pairs = 0
     if {"chosen", "rejected"} <= {*dataset.column_names}:
-        pairs, dataset = len(dataset), rows_of_pairs(dataset, name)
+        pairs = len(dataset)
+        dataset = unpair_preference_dataset(dataset.map(with_prompt, desc=f"Reading the {name} pairs"))
     prepared, report = counted_rows(dataset, tokenizer, options, num_proc, name)
     report.pairs = pairs
     if not report.rows_kept:
@@ -124,12 +125,8 @@ def laid_rows(prepared: Any) -> Any:
     return prepared.select(np.flatnonzero(prepared.data.column("kept"))).remove_columns(list(_COUNTS))
 
 
-def rows_of_pairs(dataset: Any, name: str = "train") -> Any:
-    """Pairs → two rows each. Of a thousand pairs all chosen responses come first."""
-    return unpair_preference_dataset(dataset.map(_with_prompt, desc=f"Reading the {name} pairs"))
-
-
-def _with_prompt(row: dict[str, Any]) -> dict[str, Any]:
+def with_prompt(row: dict[str, Any]) -> dict[str, Any]:
+    """A pair whose prompt stands apart. Raises `DataError` for one without a response."""
     row = maybe_convert_to_chatml(row)
     sides = {name: row[name] for name in ("prompt", "chosen", "rejected") if row.get(name) is not None}
     if not {"chosen", "rejected"} <= set(sides):
