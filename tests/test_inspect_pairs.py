@@ -56,6 +56,7 @@ def test_a_pair_is_shown_as_dpo_lays_it(look):
     out, page = look([{"prompt": "What is 2+2?", "chosen": " It is 4.", "rejected": " It is 5!"}])
     assert "· dpo GOOD" in out and "1 of 1 kept (preference)" in out
     assert "both: What is 2+2?⟦·It is·⟧ chosen: ⟦4.<|im_end|>⟧ rejected: ⟦5!<|im_end|>⟧" in out
+    assert "chosen is longer – no lengths differ; mean 10 tokens against 10" in out
     assert "43 % of tokens saved" in out  # 19 of both, and 3 of each
     shared, sides = page.split('<div class="sides">')
     assert re.findall(r' at (\d+)"', shared[shared.rindex("<details") :]) == [str(at) for at in range(19)]

@@ -97,7 +97,9 @@ def facts(each: Survey) -> Facts:
         return Facts(findings=found)
     responses = each.targets.reshape(-1, 2)
     lengths = Lengths(responses[:, 0], responses[:, 1])
-    lines = (("chosen is longer", percent(lengths.longer), f"of pairs whose lengths differ; {lengths.said()}"),)
+    differ = (lengths.chosen != lengths.rejected).any()
+    share, which = (percent(lengths.longer), "of pairs whose lengths differ") if differ else ("–", "no lengths differ")
+    lines = (("chosen is longer", share, f"{which}; {lengths.said()}"),)
     name = each.rows.name
     charts = (
         Chart(f"Length of chosen {name} responses", lengths.chosen.tolist()),
