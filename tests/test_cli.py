@@ -288,6 +288,33 @@ def test_check_says_what_it_proved_and_writes_nothing(small: list[str], tmp_path
     assert not (tmp_path / "out").exists()
 
 
+_PAIRS = [{"prompt": f"After {c}?", "chosen": "x" * i, "rejected": "y"} for i, c in enumerate("abcd", 1)]
+_LABELLED = [{"prompt": f"After {c}?", "completion": "x" * i, "label": i > 2} for i, c in enumerate("abcd", 1)]
+_STEPS = [{"prompt": f"After {c}?", "completions": ["x", "y"], "labels": [True, c > "b"]} for c in "abcd"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "flags", "said"),
+    [
+        (_PAIRS, [], ("of 5 self-checks of dpo", "pass  reference", "train: 4 of 4 pairs")),
+        (_PAIRS, ["--center_rewards_coefficient", "0.1"], ("of 4 self-checks of reward", "train: 4 of 4 pairs")),
+        (_PAIRS, ["--method", "kto"], ("of 5 self-checks of kto", "made of 4 pairs")),
+        (_LABELLED, [], ("of 5 self-checks of kto", "pass  reference")),
+        (_LABELLED, ["--completion_only_loss"], ("of 4 self-checks of sft", "4 of 4 rows")),
+        (_STEPS, [], ("of 4 self-checks of prm", "8 steps, 6 correct")),
+    ],
+)
+def test_check_is_of_the_method_of_the_run(
+    small: list[str], tmp_path: Path, capsys: Any, rows: Any, flags: Any, said: Any
+):
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    assert main([*small, *flags]) == 0
+    printed = capsys.readouterr()
+    out = printed.out + printed.err
+    assert [text for text in (*said, "pass  accumulation", "pass  gradients", "0 failed") if text not in out] == []
+    assert not (tmp_path / "out").exists()
+
+
 def test_check_fails_with_1(small: list[str], capsys: Any):
     with applied("mean_of_micro_batch_means"), pytest.raises(SystemExit) as stop:
         main([*small, "--skip_self_checks", "forest"])

@@ -18,6 +18,7 @@ from datasets import Dataset
 
 from posttrain.cli.main import main
 from posttrain.data.rows import SFTRowOptions, prepare_sft
+from posttrain.report import pairs, steps
 
 ROOT = Path(__file__).parent.parent
 NO_STOP = CHATML.replace(
@@ -267,10 +268,13 @@ def test_the_example_of_the_docs(tmp_path, capsys, monkeypatch):
 
 def test_the_docs_name_every_finding():
     text = (ROOT / "docs/inspect.md").read_text("utf-8")
-    tree = ast.parse((ROOT / "posttrain/report/findings.py").read_text("utf-8"))
-    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == "Finding"]
+    trees = [ast.parse(file.read_text("utf-8")) for file in sorted((ROOT / "posttrain/report").glob("*.py"))]
+    calls = [
+        n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == "Finding"
+    ]
     titles = [a.value for n in calls for a in n.args[2:3] if isinstance(a, ast.Constant)]
-    assert len(titles) > 10
+    titles += [title for _, title, *_ in (*pairs.DROPPED, *pairs.CUT, *steps.LOST)]
+    assert len(titles) > 20
     assert [title for title in titles if title not in text and title != "Nothing wrong was found"] == []
 
 

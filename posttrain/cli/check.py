@@ -5,24 +5,49 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
-from posttrain.cli.parse import Values
-from posttrain.cli.run import build, say
+from posttrain.cli import run
+from posttrain.cli.method import choose, possible
+from posttrain.cli.parse import Values, construct
+from posttrain.cli.run import build, config_of, load_data, say
 
 
 def check(values: Values) -> None:
     """Print what each check proved. Raises `SystemExit(1)` when one failed."""
     from posttrain.trainer.selfcheck import report
 
+    check_fields(values)
+    method = _method(values)
     trainer: Any = None
     with tempfile.TemporaryDirectory(prefix="posttrain-check-") as folder:
         # Nothing is written where the run will write.
-        trainer, _, _ = build("sft", {**values, "SFTConfig": _quiet(values["SFTConfig"], folder)})
+        config = config_of(method)
+        trainer, _, _ = build(method, {**values, config: _quiet(values[config], folder)})
         findings = trainer.selfchecks.only()
     counts = {verdict: sum(found.verdict == verdict for found in findings) for verdict in ("pass", "warn", "fail")}
     say(report(findings))
-    say(f"{counts['pass']} passed, {counts['warn']} warned, {counts['fail']} failed, of {len(findings)} self-checks")
+    say(
+        f"{counts['pass']} passed, {counts['warn']} warned, {counts['fail']} failed, of {len(findings)} self-checks of "
+        f"{method}"
+    )
     if counts["fail"]:
         raise SystemExit(1)
+
+
+def check_fields(values: Values) -> None:
+    """Refuse what cannot run, before anything heavy is imported."""
+    run.check(values, config_of(possible(values)[0]))
+
+
+def _method(values: Values) -> str:
+    """The method meant; the rows are read for it only where the fields leave it open."""
+    from posttrain.data.config import DatasetMixtureConfig, ScriptArguments
+
+    methods = possible(values)
+    if len(methods) == 1:
+        return methods[0]
+    script: ScriptArguments = construct(ScriptArguments, values["ScriptArguments"])
+    mixture: DatasetMixtureConfig = construct(DatasetMixtureConfig, values["DatasetMixtureConfig"])
+    return choose(values, load_data(script, mixture, wants_eval=False)[0])
 
 
 def _quiet(config: dict[str, Any], folder: str) -> dict[str, Any]:

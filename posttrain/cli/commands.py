@@ -14,6 +14,7 @@ class Command:
     run: str  # function that takes {class name: {field: value}}
     check: str = ""  # function of the same values that refuses what cannot run, and imports nothing heavy
     dry_run: str = ""  # function of the same values that does all but train and writes nothing
+    any_method: bool = False  # `--method` names the method whose fields it takes; the last config is SFT's
 
 
 _COMMON = (
@@ -69,18 +70,21 @@ COMMANDS = {
         "Look at the rows of a run, and find what is wrong with them.",
         (
             "posttrain.cli.inspect:InspectArguments",
+            "posttrain.cli.method:MethodArguments",
             *_COMMON[:3],
             "posttrain.cli.inspect:InspectLaunch",
             "posttrain.trainer.sft:SFTConfig",
         ),
         "posttrain.cli.inspect:inspect",
         "posttrain.cli.inspect:check_inspect",
+        any_method=True,
     ),
     "check": Command(
-        "Load all that `sft` would and run its self-checks, without training.",
-        (*_COMMON, "posttrain.trainer.sft:SFTConfig"),
+        "Load all that a run would and run its self-checks, without training.",
+        ("posttrain.cli.method:MethodArguments", *_COMMON, "posttrain.trainer.sft:SFTConfig"),
         "posttrain.cli.check:check",
-        "posttrain.cli.run:check_sft",
+        "posttrain.cli.check:check_fields",
+        any_method=True,
     ),
     "merge": Command(
         "Merge an adapter into its base.", ("posttrain.model.config:MergeConfig",), "posttrain.cli.merge:merge"

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any
 
 from posttrain.cli.launch import LaunchArguments
+from posttrain.cli.method import choose, possible
 from posttrain.cli.parse import Values, construct
+from posttrain.cli.run import config_of
 from posttrain.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from posttrain.data.rows import SFTRowOptions
+    from posttrain.report.finding import Facts
     from posttrain.report.findings import Inspection
-    from posttrain.report.survey import Packing, Rows, RowView
+    from posttrain.report.survey import Packing, Rows, RowView, Survey
 
 # Fields of a run that say which rows go into which micro-batch. The others say how it trains, and may not even be
 # valid on the machine where rows are looked at.
 _BESIDES = ("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "data_seed", "dataset_num_proc")
 _BESIDES += ("share_prefixes", "trust_remote_code", "model_init_kwargs", "dataloader_drop_last", "template_audit")
 _BESIDES += ("train_sampling_strategy",)
-SEARCHED = 2000  # rows tried one by one when one of them cannot be encoded
 _BATCHES = 32  # micro-batches whose prefixes are looked at
 
 
@@ -46,6 +49,7 @@ def inspect(values: Values) -> None:
     """`posttrain inspect`."""
     check_inspect(values)
 
+    from posttrain.cli.reading import read_set
     from posttrain.data.tokenizer import set_up_tokenizer
     from posttrain.model.config import ModelConfig
     from posttrain.model.load import load_tokenizer
@@ -53,17 +57,18 @@ def inspect(values: Values) -> None:
     from posttrain.report.page import write_page
     from posttrain.report.terminal import console, show
     from posttrain.trainer.config import load_options
-    from posttrain.trainer.sft import SFTConfig
 
     asked: InspectArguments = construct(InspectArguments, values["InspectArguments"])
     model: ModelConfig = construct(ModelConfig, values["ModelConfig"])
-    args = _training_arguments(SFTConfig, values["SFTConfig"], model)
+    loaded = _load(values)
+    method = choose(values, loaded["train"])
+    args = _training_arguments(method, values[config_of(method)], model)
     source = str(model.model_name_or_path)
-    tokenizer = set_up_tokenizer(
-        load_tokenizer(source, load_options(args)), args.eos_token, args.pad_token, args.chat_template_path
-    )
-    sets = [_rows(data, name, tokenizer, args, asked.rows) for name, data in _load(values).items()]
-    found = _inspection(sets, tokenizer, args, source, _shown_source(values))
+    fields = (getattr(args, name, None) for name in ("eos_token", "pad_token", "chat_template_path"))
+    tokenizer = set_up_tokenizer(load_tokenizer(source, load_options(args)), *fields)
+    reader, facts = _parts(method)
+    sets = [read_set(reader(tokenizer, args, name), data, asked.rows) for name, data in loaded.items()]
+    found = _inspection(sets, facts, tokenizer, args, source, _shown_source(values), method)
     first = [(rows.name, view) for rows in sets for view in rows.view(range(min(asked.show, len(rows.numbers))))]
     show(found, tokenizer, first, console())
     if asked.html is not None:
@@ -76,17 +81,37 @@ def check_inspect(values: Values) -> None:
     from posttrain.cli.run import check
 
     # A stream needs no end here: its first rows are read.
-    check({**values, "SFTConfig": {**values["SFTConfig"], "max_steps": 1}}, "SFTConfig")
+    config = config_of(possible(values)[0])
+    check({**values, config: {**values[config], "max_steps": 1}}, config)
     asked = values["InspectArguments"]
     for name in ("rows", "show"):
         if asked.get(name, 0) < 0:
             raise ConfigError(f"`{name}` is {asked[name]}; give a number of rows, at least 0.")
 
 
-def _training_arguments(config: Any, given: dict[str, Any], model: Any) -> Any:
-    from posttrain.cli.run import model_init_kwargs
+def _parts(method: str) -> tuple[Any, Callable[[Survey], Facts]]:
+    """What reads the method's rows, and what it wants known of them."""
+    from posttrain.cli.reading import SFTReader
+    from posttrain.cli.reading_labels import PairReader, StepReader, UnpairedReader
+    from posttrain.report import pairs, sft, steps, unpaired
 
-    kept = {name: value for name, value in given.items() if name in {*config.__annotations__, *_BESIDES}}
+    return {
+        "sft": (SFTReader, sft.facts),
+        "dpo": (PairReader, pairs.facts),
+        "kto": (UnpairedReader, unpaired.facts),
+        "prm": (StepReader, steps.facts),
+        "reward": (partial(PairReader, is_reward=True), pairs.facts),
+    }[method]
+
+
+def _training_arguments(method: str, given: dict[str, Any], model: Any) -> Any:
+    from posttrain.cli.run import model_init_kwargs
+    from posttrain.trainer.config import BaseConfig
+
+    config = getattr(import_module(f"posttrain.trainer.{method}"), config_of(method))
+    own = takewhile(lambda cls: cls is not BaseConfig, config.__mro__)
+    about_rows = {*_BESIDES, *(name for cls in own for name in cls.__annotations__)}
+    kept = {name: value for name, value in given.items() if name in about_rows}
     args = construct(config, {**kept, "output_dir": "inspect", "use_cpu": True, "bf16": False, "report_to": "none"})
     args.model_init_kwargs = model_init_kwargs(model, args)
     return args
@@ -101,7 +126,7 @@ def _load(values: Values) -> dict[str, Any]:
     # Unchecked: every row that would stop the run is to be shown, not the first alone.
     unchecked = values["DatasetMixtureConfig"] | {"check_formats": False}
     mixture: DatasetMixtureConfig = construct(DatasetMixtureConfig, unchecked)
-    config = values["SFTConfig"]
+    config = values[config_of(possible(values)[0])]
     wanted = config.get("eval_strategy", "no") != "no" or config.get("do_eval") or config.get("eval_on_start")
     try:
         train, evaluation = load_data(script, mixture, wants_eval=True)
@@ -118,155 +143,52 @@ def _shown_source(values: Values) -> str:
     return str(script.get("dataset_name") or ", ".join(map(str, sources)))
 
 
-# Rows
-
-
-def _read(dataset: Any, limit: int, name: str) -> tuple[Any, list[int], int | None]:
-    """The rows to look at, their numbers in the source, and how many it has."""
-    import numpy as np
-    from datasets import IterableDataset
-
-    from posttrain.data.rows import in_memory
-
-    if isinstance(dataset, IterableDataset):
-        rows = list(islice(iter(dataset), limit or None))
-        return in_memory([dict(row) for row in rows], name), list(range(len(rows))), None
-    total = len(dataset)
-    if not limit or total <= limit:
-        return dataset, list(range(total)), total
-    numbers = np.linspace(0, total - 1, limit).round().astype(int).tolist()
-    return dataset.select(numbers), numbers, total
-
-
-def _rows(dataset: Any, name: str, tokenizer: Any, args: Any, limit: int) -> Rows:
-    """Prepare a set with the code that trains. Rows that cannot be encoded are set aside."""
-    from posttrain.report.survey import Rows
-    from posttrain.trainer.options import sft_row_options
-
-    raw, numbers, total = _read(dataset, limit, name)
-    options = sft_row_options(args, args.packing, name)
-    overflow = options.overflow
-    if overflow == "error":  # the run would stop at the first; here all are counted
-        options = replace(options, overflow="drop")
-    raw, numbers, broken, prepared, report = _prepared(raw, numbers, tokenizer, options, args, name)
-    return Rows(
-        name=name,
-        kind=_kind(raw, tokenizer, options, name),
-        prepared=prepared,
-        report=report,
-        raw=raw,
-        numbers=numbers,
-        total=total,
-        view=lambda places: [_view(raw, at, numbers[at], tokenizer, options, name) for at in places],
-        max_length=args.max_length,
-        overflow=overflow,
-        keep=args.truncation_mode,
-        broken=broken,
-    )
-
-
-def _prepared(raw: Any, numbers: list[int], tokenizer: Any, options: SFTRowOptions, args: Any, name: str) -> Any:
-    """(raw rows, their numbers, the broken ones, prepared rows, the report)."""
-    from posttrain.data.overflow import PreparationReport
-    from posttrain.data.rows import prepare_sft, whole_rows
-
-    try:
-        found = prepare_sft(raw, tokenizer, options, args.dataset_num_proc, name, allow_empty=True)
-        return raw, numbers, [], *found
-    except DataError:
-        if not len(raw):
-            raise
-    raw, numbers = raw.select(range(min(len(raw), SEARCHED))), numbers[:SEARCHED]
-    broken: list[tuple[int, str]] = []
-    good = []
-    for at, number in enumerate(numbers):
-        try:
-            whole_rows(raw, [at], tokenizer, options, name)
-            good.append(at)
-        except DataError as error:
-            broken.append((number, str(error).replace(f"Row {at} of", f"Row {number} of")))
-    if not good or good[0]:  # what the rows are is read from the first one
-        return raw, numbers, broken, _no_rows(), PreparationReport(name, rows_in=len(raw))
-    prepared, report = prepare_sft(raw.select(good), tokenizer, options, None, name, allow_empty=True)
-    sources = [good[at] for at in prepared["source"]]
-    prepared = prepared.remove_columns("source").add_column("source", sources)
-    report.examples = {key: [good[at] for at in places] for key, places in report.examples.items()}
-    return raw, numbers, broken, prepared, report
-
-
-def _no_rows() -> Any:
-    from datasets import Dataset
-
-    return Dataset.from_dict({"input_ids": [], "weights": [], "source": []})
-
-
-def _kind(raw: Any, tokenizer: Any, options: SFTRowOptions, name: str) -> str:
-    from posttrain.data.rows import whole_rows
-
-    try:
-        return whole_rows(raw, [], tokenizer, options, name)[0].replace("_", "-")
-    except DataError:
-        return "unknown"
-
-
-def _view(raw: Any, at: int, number: int, tokenizer: Any, options: SFTRowOptions, name: str) -> RowView:
-    """A row before and after `max_length`."""
-    from posttrain.data.overflow import CONTINUED, FILLED, KEPT, MASKED
-    from posttrain.data.rows import whole_rows
-    from posttrain.report.survey import Laid, RowView
-
-    try:
-        _, [(ids, weights)] = whole_rows(raw, [at], tokenizer, options, name)
-    except DataError:
-        return RowView(number, "cannot be encoded", ())
-    pieces = options.limit.apply(ids, weights)
-    whole = (Laid(ids.tolist(), [0.0, *weights[1:].tolist()]),)
-    state, cut = pieces[0][2:]
-    if len(pieces) > 1:
-        laid = [(piece, kept) for piece in pieces if (kept := piece[2]) in (KEPT, CONTINUED)]
-        parts = tuple(
-            Laid(part[0].tolist(), part[1].tolist(), f"piece {i} of {len(laid)}") for i, (part, _) in enumerate(laid, 1)
-        )
-        return RowView(number, f"split in {len(laid)} pieces", parts)
-    if state == KEPT:
-        fate = f"cut to {len(pieces[0][0]):,} of {len(ids):,} tokens" if cut else "kept"
-        return RowView(number, fate, (Laid(pieces[0][0].tolist(), pieces[0][1].tolist()),))
-    why = {FILLED: f"the prompt fills max_length={options.max_length}", MASKED: "nothing is trained"}
-    return RowView(number, f"dropped: {why.get(state, f'longer than max_length={options.max_length}')}", whole)
-
-
 # What is found
 
 
-def _inspection(sets: Sequence[Rows], tokenizer: Any, args: Any, model: str, source: str) -> Inspection:
+def _inspection(
+    sets: Sequence[Rows],
+    facts: Callable[[Survey], Facts],
+    tokenizer: Any,
+    args: Any,
+    model: str,
+    source: str,
+    method: str,
+) -> Inspection:
     from posttrain.report.findings import Inspection, find
     from posttrain.report.survey import Specials, survey
     from posttrain.trainer.auditing import audit_of
 
     specials = Specials.of(tokenizer)
     surveys = tuple(survey(rows, specials) for rows in sets)
-    packing = _packing(sets[0], args)
+    known = tuple(map(facts, surveys))
+    packing = _packing(sets[0], args, method)
     audit, accepted = audit_of(tokenizer, args, model, sets[0].raw) or (None, frozenset[str]())
-    return Inspection(surveys, find(surveys, packing, audit, accepted), packing, audit, source, model)
+    findings = find(surveys, known, packing, audit, accepted)
+    return Inspection(surveys, known, findings, packing, audit, source, model, method)
 
 
-def _packing(rows: Rows, args: Any) -> Packing | None:
+def _packing(rows: Rows, args: Any, method: str) -> Packing | None:
     from posttrain.data.packing import plan_bins
     from posttrain.data.sampling import Collator, RowItems, row_lengths
     from posttrain.report.survey import Packing
-    from posttrain.trainer.loading import make_items, train_loader
+    from posttrain.trainer.loading import make_items, pair_items, train_loader
 
     if not len(rows.prepared):
         return None
-    items = typing.cast(RowItems, make_items(rows.prepared, args, args.packing, "train"))
-    share = args.share_prefixes is not False
-    batches = [b["batch"] for b in islice(train_loader(items, args, Collator(share)), _BATCHES)]
-    bins = items.bins
+    packs = method == "sft"
+    if packs:
+        items = typing.cast(RowItems, make_items(rows.prepared, args, args.packing, "train"))
+    else:
+        items = pair_items(rows.prepared) if rows.per_row == 2 else RowItems(rows.prepared)
+    collator = Collator(args.share_prefixes is not False, grouped=rows.per_row == 2, own=method == "prm")
+    batches = [b["batch"] for b in islice(train_loader(items, args, collator), _BATCHES)]
+    bins = items.bins if packs else None
     lengths = row_lengths(rows.prepared)
-    if bins is None and args.max_length is not None and max(lengths) <= args.max_length:
+    if packs and bins is None and args.max_length is not None and max(lengths) <= args.max_length:
         bins = plan_bins(lengths, args.max_length)
     return Packing(
-        is_on=args.packing,
+        is_on=packs and args.packing,
         capacity=args.max_length,
         bins=len(bins or ()),
         tokens=sum(p.end - p.start for pieces in bins or () for p in pieces),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from posttrain import __version__
 from posttrain.cli import launch
 from posttrain.cli.commands import COMMANDS
 from posttrain.cli.help import command_help
+from posttrain.cli.method import candidates, parse_any
 from posttrain.cli.origins import show, take_switches
 from posttrain.cli.parse import (
     Values,
@@ -85,7 +86,8 @@ def _train(name: str, args: list[str]) -> int:
         raise ConfigError(f"posttrain {name} has no --dry_run.")
     line = read_command_line(args, {})
     if line.wants_help:
-        print(command_help(f"posttrain {name}", command.about, stored(name)))
+        known = candidates(args, stored(name), stored)[0] if command.any_method else stored(name)
+        print(command_help(f"posttrain {name}", command.about, known))
         return 0
     _refuse_launcher_flags(name, line.unknown)
     flags = [flag_name(token) for token in line.unknown if token.startswith("--")]
@@ -93,17 +95,17 @@ def _train(name: str, args: list[str]) -> int:
     # Which processes run it is known from our own fields: were the file of fields stale, reading it anew imports torch.
     asked = _launch_values(name, args)
     if switches.show:
-        options = _options(name, args)
+        options = _choices(name, args)[0]
         print(show(args, options, parse(args, options), switches.show))
         return 0
     if switches.dry_run:
-        options = _options(name, args)
+        options = _choices(name, args)
         _check_launch(asked)
-        locate(command.dry_run)(_values(name, args, options))
+        locate(command.dry_run)(_values(args, options))
         return 0
     if launch.is_asked_for(asked, on_the_line):
         if not is_stale():
-            values = _values(name, args, stored(name))
+            values = _values(args, _choices(name, args))
             if command.check:
                 locate(command.check)(values)
         os.environ[launch.COMMAND] = json.dumps([name, *args])
@@ -114,7 +116,7 @@ def _train(name: str, args: list[str]) -> int:
 
 def _run(name: str, args: list[str]) -> None:
     """Run the command here; what it records of the run is the line its user wrote, launch flags included."""
-    values = _values(name, args, _options(name, args))
+    values = _values(args, _choices(name, args))
     is_ours = launch.LAUNCHED not in os.environ or launch.COMMAND not in os.environ
     if is_ours:
         os.environ[launch.COMMAND] = json.dumps([name, *args])
@@ -131,10 +133,12 @@ def _check_launch(asked: dict[str, Any]) -> None:
     launch.check(asked, launch.read_config(launch.find_config(chosen)) if chosen is not None else {})
 
 
-def _values(name: str, args: list[str], options: Options) -> Values:
-    values = parse(args, options)
+def _values(args: list[str], choices: list[Options]) -> Values:
+    values = parse_any(args, choices)
     asked = values.pop("LaunchArguments", {})
-    launch.choose_precision(asked, values[COMMANDS[name].configs[-1].partition(":")[2]])
+    for config in (list(options)[-1] for options in choices):
+        if config in values:
+            launch.choose_precision(asked, values[config])
     return values
 
 
@@ -157,14 +161,20 @@ def _refuse_launcher_flags(name: str, tokens: list[str]) -> None:
             raise ConfigError(f"unknown flag {token}; it belongs to the launcher: write {launch.SPELT_HERE[flag]}.")
 
 
-def _options(name: str, args: list[str]) -> Options:
+def _choices(name: str, args: list[str]) -> list[Options]:
+    """The options of the command: of one that takes the fields of any method, those of each that may be meant."""
+    read = _reader_of_options(args)
+    return candidates(args, read(name), read) if COMMANDS[name].any_method else [read(name)]
+
+
+def _reader_of_options(args: list[str]) -> Callable[[str], Options]:
     if not is_stale():
-        return stored(name)
+        return stored
     # Reading the live classes imports torch, which must see the file's `env:` first.
     config = read_command_line(args, {}).config
     if config is not None:
         read_file(config)
-    return live(name)
+    return live
 
 
 def overview() -> str:

@@ -26,7 +26,7 @@ def build(method: str, values: Values) -> tuple[Any, ScriptArguments, str | None
 
     method: a module of `posttrain.trainer`, which has a config and a trainer of its name.   e.g. "sft"
     """
-    config = _config_of(method)
+    config = config_of(method)
     resume = check_run(method, values)
 
     from posttrain.data.config import DatasetMixtureConfig, ScriptArguments
@@ -57,7 +57,8 @@ def build(method: str, values: Values) -> tuple[Any, ScriptArguments, str | None
     return trainer, script, resume
 
 
-def _config_of(method: str) -> str:
+def config_of(method: str) -> str:
+    """e.g. "dpo" -> "DPOConfig" """
     return f"{_class_of(method)}Config"
 
 
@@ -84,7 +85,7 @@ def record(trainer: Any) -> None:
 
 def dry_run(method: str, values: Values) -> None:
     """`posttrain sft --dry_run`: everything that can fail before the first step. Writes nothing to `output_dir`."""
-    config = values[_config_of(method)]
+    config = values[config_of(method)]
     config["report_to"] = ["none"]  # making a trainer starts its trackers
     config["push_to_hub"] = False  # and the hub's repository
     folder = Path(config.get("output_dir") or "trainer_output").expanduser()
@@ -137,7 +138,7 @@ def suggest_launch(command: str, gpus: int) -> None:
 
 def check_run(method: str, values: Values) -> str | None:
     """Refuse what cannot run; return the checkpoint to go on from."""
-    config = _config_of(method)
+    config = config_of(method)
     check(values, config)
     return resume_folder(values[config])
 

@@ -25,7 +25,8 @@ reference, NaN where it is not known."""
 
 TOKENIZED = ("prompt_ids", "chosen_ids", "rejected_ids")
 _REFERENCES = ("ref_chosen_logps", "ref_rejected_logps")
-_KEPT, _EMPTY, _EQUAL, _LONG = 0, 1, 2, 3
+KEPT, EMPTY, EQUAL, LONG = 0, 1, 2, 3
+"""What becomes of a pair: it is kept, a response is empty, both are the same, or it is longer than the limit."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,10 @@ class PairReport:
     def add(self, counts: Sequence[_Counts]) -> None:
         for count in counts:
             self.rows_in += 1
-            self.rows_empty += count.state == _EMPTY
-            self.rows_equal += count.state == _EQUAL
-            self.rows_long += count.state == _LONG
-            if count.state == _KEPT:
+            self.rows_empty += count.state == EMPTY
+            self.rows_equal += count.state == EQUAL
+            self.rows_long += count.state == LONG
+            if count.state == KEPT:
                 self.rows_kept += 1
                 self.prompts_cut += count.prompt_cut > 0
                 self.responses_cut += count.responses_cut
@@ -121,6 +122,21 @@ def prepare_pairs(
     Raises `DataError` naming row, column and fix, `ConfigError` for a stream and for columns that the options say have
     no effect, and `EmptyDataError` when no pair is left.
     """
+    prepared, report = counted_pairs(dataset, tokenizer, options, num_proc, name)
+    if not report.rows_kept:
+        raise EmptyDataError(
+            f"The {name} set: none of its {report.rows_in} pairs can be trained: {report.rows_empty} have an empty "
+            f"response, in {report.rows_equal} chosen and rejected are equal, and {report.rows_long} are longer than "
+            f"`max_length` {options.max_length}."
+        )
+    return laid_pairs(prepared, name), report
+
+
+def counted_pairs(
+    dataset: Any, tokenizer: Any, options: PairOptions, num_proc: int | None = None, name: str = "train"
+) -> tuple[Any, PairReport]:
+    """As `prepare_pairs`, but a row a pair, dropped ones included: the columns hold both responses, beside `state` and
+    what was cut."""
     from datasets import IterableDataset
 
     if isinstance(dataset, IterableDataset):
@@ -137,7 +153,7 @@ def prepare_pairs(
     _check_columns(columns, options, name)
     report = PairReport(name, references=_REFERENCES[0] in columns)
     prepared = dataset.map(
-        _Preparer(tokenizer, options, name),
+        PairPreparer(tokenizer, options, name),
         batched=True,
         with_indices=True,
         remove_columns=columns,
@@ -147,23 +163,21 @@ def prepare_pairs(
     )
     counted = (np.asarray(prepared.data.column(field)).tolist() for field in _Counts._fields)
     report.add([_Counts(*row) for row in zip(*counted, strict=True)])
-    if not report.rows_kept:
-        raise EmptyDataError(
-            f"The {name} set: none of its {report.rows_in} pairs can be trained: {report.rows_empty} have an empty "
-            f"response, in {report.rows_equal} chosen and rejected are equal, and {report.rows_long} are longer than "
-            f"`max_length` {options.max_length}."
-        )
-    if report.rows_kept < report.rows_in:
-        states = np.asarray(prepared.data.column("state"))
-        prepared = prepared.select(np.flatnonzero(states == _KEPT))
-    apart = prepared.map(
+    return prepared, report
+
+
+def laid_pairs(prepared: Any, name: str = "train") -> Any:
+    """The pairs of `counted_pairs` that are kept, as two rows each."""
+    kept = np.asarray(prepared.data.column("state")) == KEPT
+    if not kept.all():
+        prepared = prepared.select(np.flatnonzero(kept))
+    return prepared.map(
         _apart,
         batched=True,
         remove_columns=prepared.column_names,
         features=_features(False),
         desc=f"Laying out the {name} set",
     )
-    return apart, report
 
 
 def _apart(batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
@@ -197,15 +211,15 @@ def _features(counted: bool) -> Any:
     return Features({**{name: List(kind) for name, kind in of.items()}, "source": Value("int64"), **counts})
 
 
-class _Preparer:
-    """A batch of rows → a batch of pairs. Final; a class so that it can be sent to other processes."""
+class PairPreparer:
+    """A batch of rows → a batch of pairs and their counts. Final; a class so that it can be sent to other processes."""
 
     def __init__(self, tokenizer: Any, options: PairOptions, name: str) -> None:
         self.encoder, self.options, self.name = Encoder(tokenizer), options, name
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
         rows = [{column: values[at] for column, values in batch.items()} for at in range(len(indices))]
-        found = self._encode(rows, indices)
+        found = self.encode(rows, indices)
         values = [at_row(i, self.name, _values, row) for i, row in zip(indices, rows, strict=True)]
         cut, counts = [], []
         for pair in found:
@@ -220,7 +234,8 @@ class _Preparer:
         }
         return {**out, **{name: [getattr(count, name) for count in counts] for name in _Counts._fields}}
 
-    def _encode(self, rows: list[dict[str, Any]], indices: Sequence[int]) -> list[tuple[Tokens, Tokens]]:
+    def encode(self, rows: list[dict[str, Any]], indices: Sequence[int]) -> list[tuple[Tokens, Tokens]]:
+        """Pairs before they are cut."""
         if all(rows[0].get(name) is not None for name in TOKENIZED):
             return [tuple(at_row(i, self.name, tokenized, row)) for i, row in zip(indices, rows, strict=True)]
         drafts = [d for i, row in zip(indices, rows, strict=True) for d in at_row(i, self.name, self._drafts, row)]
@@ -277,22 +292,22 @@ def cut_pair(pair: tuple[Tokens, Tokens], options: PairOptions) -> tuple[tuple[T
     """
     limit = options.max_length
     if min(x.response for x in pair) == 0:
-        return _nothing(_EMPTY)
+        return _nothing(EMPTY)
     if np.array_equal(pair[0].ids, pair[1].ids):
-        return _nothing(_EQUAL)
+        return _nothing(EQUAL)
     if options.drop_long and limit is not None and max(len(x.ids) for x in pair) > limit:
-        return _nothing(_LONG)
+        return _nothing(LONG)
     prompt_cut = prompt_excess(pair, limit)
     cut = [cut_response(x, prompt_cut, options) for x in pair]
     lost = [len(x.ids) - len(y.ids) for x, y in zip(pair, cut, strict=True)]
     responses_cut = sum(each > prompt_cut for each in lost)
     if not all(x.weights.any() for x in cut):
-        return _nothing(_EMPTY)
+        return _nothing(EMPTY)
     if np.array_equal(cut[0].ids, cut[1].ids):
-        return _nothing(_EQUAL)
+        return _nothing(EQUAL)
     if options.at_end:
         cut = [x._replace(weights=np.eye(1, len(x.ids), len(x.ids) - 1, dtype=np.float32)[0]) for x in cut]
-    counts = _Counts(_KEPT, prompt_cut, responses_cut, sum(lost), sum(len(x.ids) for x in cut))
+    counts = _Counts(KEPT, prompt_cut, responses_cut, sum(lost), sum(len(x.ids) for x in cut))
     return (cut[0], cut[1]), counts
 
 

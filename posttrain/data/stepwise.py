@@ -58,7 +58,9 @@ class StepReport:
         return "; ".join(parts)
 
 
-class _Steps(NamedTuple):
+class Steps(NamedTuple):
+    """Tokens of a prompt with its steps."""
+
     ids: np.ndarray
     ends: np.ndarray  # last token of each step's separator
     border: int  # where the first step starts
@@ -79,6 +81,20 @@ def prepare_steps(
     ids of "3*4+1=3*4=12\\n12+1=14\\n", weight 1 at the first "\\n" and -1 at the second
     Raises `DataError` naming row, column and fix, `ConfigError` for a stream, and `EmptyDataError` when no row is left.
     """
+    prepared, report = counted_steps(dataset, tokenizer, options, num_proc, name)
+    if not report.rows_kept:
+        raise EmptyDataError(
+            f"The {name} set: in none of its {report.rows_in} rows is a step left to train: {report.steps_cut} steps "
+            f"end beyond `max_length` {options.max_length} or `max_completion_length` {options.max_completion_length}, "
+            "and rows of `sample_weight` 0 have none."
+        )
+    return laid_steps(prepared), report
+
+
+def counted_steps(
+    dataset: Any, tokenizer: Any, options: StepOptions, num_proc: int | None = None, name: str = "train"
+) -> tuple[Any, StepReport]:
+    """As `prepare_steps`, but with the dropped rows, and beside each row its steps and those that were cut."""
     from datasets import IterableDataset
 
     if isinstance(dataset, IterableDataset):
@@ -97,7 +113,7 @@ def prepare_steps(
             "'labels' (true or false for each), or 'input_ids' and 'labels'."
         )
     prepared = dataset.map(
-        _Preparer(tokenizer, options, name),
+        StepPreparer(tokenizer, options, name),
         batched=True,
         with_indices=True,
         remove_columns=columns,
@@ -106,17 +122,15 @@ def prepare_steps(
         desc=f"Preparing the {name} set",
     )
     steps, correct, cut, tokens = (np.asarray(prepared.data.column(each)) for each in _COUNTS)
-    kept = np.flatnonzero(steps)
-    report = StepReport(
-        name, len(steps), len(kept), int(steps.sum()), int(correct.sum()), int(cut.sum()), int(tokens.sum())
+    kept = int((steps > 0).sum())
+    return prepared, StepReport(
+        name, len(steps), kept, int(steps.sum()), int(correct.sum()), int(cut.sum()), int(tokens.sum())
     )
-    if not report.rows_kept:
-        raise EmptyDataError(
-            f"The {name} set: in none of its {report.rows_in} rows is a step left to train: {report.steps_cut} steps "
-            f"end beyond `max_length` {options.max_length} or `max_completion_length` {options.max_completion_length}, "
-            "and rows of `sample_weight` 0 have none."
-        )
-    return prepared.select(kept).remove_columns(list(_COUNTS)), report
+
+
+def laid_steps(prepared: Any) -> Any:
+    """The rows of `counted_steps` that are kept."""
+    return prepared.select(np.flatnonzero(prepared.data.column("steps"))).remove_columns(list(_COUNTS))
 
 
 def _features() -> Any:
@@ -126,7 +140,7 @@ def _features() -> Any:
     return Features({**of, **{name: Value("int32") for name in _COUNTS}})
 
 
-class _Preparer:
+class StepPreparer:
     """A batch of rows → a batch of sequences. Final; a class so that it can be sent to other processes."""
 
     def __init__(self, tokenizer: Any, options: StepOptions, name: str) -> None:
@@ -141,8 +155,7 @@ class _Preparer:
         return {**out, "source": list(indices)}
 
     def _row(self, row: dict[str, Any]) -> tuple[Any, ...]:
-        weight = row_weight(row)
-        whole = _tokenized(row) if row.get("input_ids") is not None else self._encoded(row)
+        weight, whole = row_weight(row), self.encode(row)
         kept = whole.ends[whole.ends < self._room(whole)]
         cut = len(whole.ends) - len(kept)
         signs = np.where(np.asarray(whole.labels[: len(kept)], bool), 1, -1)
@@ -155,12 +168,16 @@ class _Preparer:
         weights[kept] = weight * signs
         return ids, weights, len(kept), int((signs > 0).sum()), cut, len(ids)
 
-    def _room(self, steps: _Steps) -> int:
+    def encode(self, row: dict[str, Any]) -> Steps:
+        """A row before it is cut."""
+        return _tokenized(row) if row.get("input_ids") is not None else self._encoded(row)
+
+    def _room(self, steps: Steps) -> int:
         limits = (self.options.max_length, self.options.max_completion_length)
         whole, after = (len(steps.ids) if limit is None else limit for limit in limits)
         return min(whole, steps.border + after)
 
-    def _encoded(self, row: dict[str, Any]) -> _Steps:
+    def _encoded(self, row: dict[str, Any]) -> Steps:
         row = maybe_convert_to_chatml({name: value for name, value in row.items() if value is not None})
         refuse_images({k: row[k] for k in ("prompt",) if k in row})
         check_steps(row)
@@ -173,7 +190,7 @@ class _Preparer:
         if not lengths[2::2].all():
             raise DataError(f"`step_separator` is {self.options.separator!r}, which has no token here; set another.")
         ids = np.concatenate([np.asarray(prefix, np.int32), *parts])
-        return _Steps(ids, (len(prefix) + np.cumsum(lengths) - 1)[2::2], len(prefix) + lengths[0], row["labels"])
+        return Steps(ids, (len(prefix) + np.cumsum(lengths) - 1)[2::2], len(prefix) + lengths[0], row["labels"])
 
     def _prompt(self, row: Mapping[str, Any]) -> tuple[str, list[int]]:
         """Its text, and the ids that the tokenizer puts before every plain text."""
@@ -184,7 +201,7 @@ class _Preparer:
         return template_of(self.encoder.tokenizer, row).render(prompt, add_generation_prompt=True), []
 
 
-def _tokenized(row: Mapping[str, Any]) -> _Steps:
+def _tokenized(row: Mapping[str, Any]) -> Steps:
     ids, labels = row["input_ids"], row.get("labels")
     if not isinstance(labels, (list, np.ndarray)) or len(labels) != len(ids):
         raise DataError(f"column 'labels' is {labels!r:.80}; write one number for each of the {len(ids)} tokens.")
@@ -192,4 +209,4 @@ def _tokenized(row: Mapping[str, Any]) -> _Steps:
     if not np.isin(marks, (0, 1, _IGNORED)).all():
         raise DataError(f"column 'labels' is {labels!r:.80}; write 1 or 0 where a step ends, and -100 elsewhere.")
     ends = np.flatnonzero(marks != _IGNORED)
-    return _Steps(np.asarray(ids, np.int32), ends, 0, (marks[ends] == 1).tolist())
+    return Steps(np.asarray(ids, np.int32), ends, 0, (marks[ends] == 1).tolist())

@@ -89,15 +89,26 @@ def prepare_unpaired(
         dataset = in_memory(dataset, name)
     if next(iter(dataset), None) is None:
         raise EmptyDataError(f"The {name} set has no rows; check the file, the split and any filter.")
-    report = UnpairedReport(name)
+    pairs = 0
     if {"chosen", "rejected"} <= {*dataset.column_names}:
-        report.pairs = len(dataset)
-        dataset = unpair_preference_dataset(dataset.map(_with_prompt, desc=f"Reading the {name} pairs"))
+        pairs = len(dataset)
+        dataset = unpair_preference_dataset(dataset.map(with_prompt, desc=f"Reading the {name} pairs"))
+    prepared, report = counted_rows(dataset, tokenizer, options, num_proc, name)
+    report.pairs = pairs
+    if not report.rows_kept:
+        raise EmptyDataError(f"The {name} set: all of its {report.rows_in} rows have an empty response.")
+    return laid_rows(prepared), report
+
+
+def counted_rows(
+    dataset: Any, tokenizer: Any, options: PairOptions, num_proc: int | None = None, name: str = "train"
+) -> tuple[Any, UnpairedReport]:
+    """As `prepare_unpaired` for rows that are no pairs, but with the dropped ones, and beside each what was cut."""
     columns = list(dataset.column_names)
     _check_columns(columns, options, name)
-    report.references = _REFERENCE in columns
+    report = UnpairedReport(name, references=_REFERENCE in columns)
     prepared = dataset.map(
-        _Preparer(tokenizer, options, name),
+        UnpairedPreparer(tokenizer, options, name),
         batched=True,
         with_indices=True,
         remove_columns=columns,
@@ -105,13 +116,17 @@ def prepare_unpaired(
         num_proc=num_proc,
         desc=f"Preparing the {name} set",
     )
-    kept = _count(prepared, report)
-    if not report.rows_kept:
-        raise EmptyDataError(f"The {name} set: all of its {report.rows_in} rows have an empty response.")
-    return prepared.select(np.flatnonzero(kept)).remove_columns(list(_COUNTS)), report
+    _count(prepared, report)
+    return prepared, report
 
 
-def _with_prompt(row: dict[str, Any]) -> dict[str, Any]:
+def laid_rows(prepared: Any) -> Any:
+    """The rows of `counted_rows` that are kept."""
+    return prepared.select(np.flatnonzero(prepared.data.column("kept"))).remove_columns(list(_COUNTS))
+
+
+def with_prompt(row: dict[str, Any]) -> dict[str, Any]:
+    """A pair whose prompt stands apart. Raises `DataError` for one without a response."""
     row = maybe_convert_to_chatml(row)
     sides = {name: row[name] for name in ("prompt", "chosen", "rejected") if row.get(name) is not None}
     if not {"chosen", "rejected"} <= set(sides):
@@ -119,7 +134,7 @@ def _with_prompt(row: dict[str, Any]) -> dict[str, Any]:
     return row | maybe_extract_prompt(sides)
 
 
-def _count(prepared: Any, report: UnpairedReport) -> np.ndarray:
+def _count(prepared: Any, report: UnpairedReport) -> None:
     kept, prompt_cut, response_cut, tokens, label = (np.asarray(prepared.data.column(each)) for each in _COUNTS)
     kept = kept.astype(bool)
     report.rows_in, report.rows_kept = len(kept), int(kept.sum())
@@ -128,7 +143,6 @@ def _count(prepared: Any, report: UnpairedReport) -> np.ndarray:
     report.undesirable = report.rows_kept - report.desirable
     report.prompts_cut, report.responses_cut = int((prompt_cut > 0).sum()), int((response_cut > 0).sum())
     report.tokens_cut, report.tokens = int(prompt_cut.sum() + response_cut.sum()), int(tokens.sum())
-    return kept
 
 
 def _check_columns(columns: Sequence[str], options: PairOptions, name: str) -> None:
@@ -152,7 +166,7 @@ def _features() -> Any:
     return Features({**of, "source": Value("int64"), **{name: Value("int32") for name in _COUNTS}})
 
 
-class _Preparer:
+class UnpairedPreparer:
     """A batch of rows → a batch of sequences. Final; a class so that it can be sent to other processes."""
 
     def __init__(self, tokenizer: Any, options: PairOptions, name: str) -> None:
@@ -162,17 +176,22 @@ class _Preparer:
         rows = [{column: values[at] for column, values in batch.items()} for at in range(len(indices))]
         values = [at_row(i, self.name, _values, row) for i, row in zip(indices, rows, strict=True)]
         out: dict[str, list[Any]] = {name: [] for name in ("input_ids", "weights", *_COUNTS)}
-        for x, (label, *_) in zip(self._encode(rows, indices), values, strict=True):
-            prompt_cut = prompt_excess([x], self.options.max_length)
-            cut = cut_response(x, prompt_cut, self.options)
+        for x, (label, *_) in zip(self.encode(rows, indices), values, strict=True):
+            cut, prompt_cut, lost = self.cut(x)
             kept = bool(cut.weights.any())
-            lost = len(x.ids) - len(cut.ids) - prompt_cut
             counts = (1, prompt_cut, lost, len(cut.ids), int(label)) if kept else (0, 0, 0, 0, int(label))
             for name, value in zip(out, (cut.ids, cut.weights, *counts), strict=True):
                 out[name].append(value)
         return {**out, "values": values, "source": list(indices)}
 
-    def _encode(self, rows: list[dict[str, Any]], indices: Sequence[int]) -> list[Tokens]:
+    def cut(self, x: Tokens) -> tuple[Tokens, int, int]:
+        """A row cut to the limit, and the tokens that its prompt and its response lost."""
+        prompt_cut = prompt_excess([x], self.options.max_length)
+        cut = cut_response(x, prompt_cut, self.options)
+        return cut, prompt_cut, len(x.ids) - len(cut.ids) - prompt_cut
+
+    def encode(self, rows: list[dict[str, Any]], indices: Sequence[int]) -> list[Tokens]:
+        """Rows before they are cut."""
         if all(rows[0].get(name) is not None for name in TOKENIZED):
             return [at_row(i, self.name, _tokenized, row)[0] for i, row in zip(indices, rows, strict=True)]
         drafts = [at_row(i, self.name, self._draft, row) for i, row in zip(indices, rows, strict=True)]

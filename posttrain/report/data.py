@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from markupsafe import Markup
 
 from posttrain.report.chart import bars, charts, histogram
-from posttrain.report.findings import Finding, Inspection, percent
+from posttrain.report.finding import Chart, Facts, Finding, percent
+from posttrain.report.findings import Inspection
 from posttrain.report.page import (
     Section,
     badge,
@@ -23,7 +25,7 @@ from posttrain.report.page import (
     tiles,
 )
 from posttrain.report.survey import Laid, Packing, RowView, Survey
-from posttrain.report.tokens import Run, Shown, TokenTexts, shown_text
+from posttrain.report.tokens import Run, Shown, TokenTexts, shown_text, weight_mark
 from posttrain.report.visible import visible
 
 CSS = """
@@ -31,6 +33,10 @@ CSS = """
   background: var(--sunk); border-radius: 8px; padding: 10px 12px; margin: 6px 0; max-height: 420px; overflow-y: auto; }
 .row mark { color: var(--ink); background: var(--trained-bg); border-bottom: 2px solid var(--trained-line);
   border-radius: 2px; padding: 1px 0; -webkit-box-decoration-break: clone; box-decoration-break: clone; }
+.row mark.no { background: var(--fault-bg); border-bottom-color: var(--fault); }
+.row mark.no .w { color: var(--fault); }
+.sides { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 300px), 1fr)); gap: 0 14px; }
+.sides > div { min-width: 0; }
 .row .k { box-shadow: -1px 0 0 -0.5px color-mix(in srgb, currentColor 28%, transparent); }
 .row .k:hover { outline: 1px solid var(--accent); }
 .row .s { color: var(--special); font-weight: 600; border-radius: 4px; padding: 0 2px;
@@ -43,6 +49,12 @@ CSS = """
 .finding details { margin: 8px 0 2px; font-size: 14px; }
 .finding details > summary { color: var(--soft); }
 """
+_FATES = {
+    "equal": "dropped: chosen and rejected the same",
+    "empty_response": "dropped: a response without a token",
+    "steps_cut": "steps beyond the limit",
+    "no_step": "dropped: no step left",
+}
 _KEPT_OPEN = 1  # examples that are unfolded from the start
 
 
@@ -54,15 +66,15 @@ def page(
     train = found.sets[0]
     sections = [
         Section("findings", "Findings", _findings(found.findings, texts, examples), _verdict(found)),
-        Section("overview", "Overview", joined(_overview(each, found) for each in found.sets)),
-        Section("rows", "Rows as the model sees them", _rows(texts, shown), _ROWS_LEAD),
+        Section("overview", "Overview", joined(map(partial(_overview, found), found.sets, found.facts))),
+        Section("rows", "Rows as the model sees them", _rows(texts, shown, train.rows.marks), _ROWS_LEAD),
         Section("lengths", "Lengths and tokens", charts(_charts(found))),
     ]
     if found.packing is not None:
         sections.append(Section("packing", "Packing and sharing", _packing(found.packing), _PACKING_LEAD))
     if found.audit is not None:
         sections.append(Section("template", "Chat template", _audit(found), f"Audit {found.audit.hash}"))
-    lead = f"{found.source}, as {found.model} will be trained on it"
+    lead = f"{found.source}, as {found.model} will be trained on it ({found.method})"
     footer = f"Made by posttrain inspect. {_reading(train)}"
     return document("Data inspection", visible(lead), sections, footer, CSS)
 
@@ -105,7 +117,7 @@ def _example(name: str, view: RowView, texts: TokenTexts, is_open: bool) -> Mark
     )
 
 
-def _overview(each: Survey, found: Inspection) -> Markup:
+def _overview(found: Inspection, each: Survey, facts: Facts) -> Markup:
     report = each.rows.report
     targets = int(each.targets.sum())
     lost = len(each.rows.numbers) - report.rows_kept
@@ -116,7 +128,8 @@ def _overview(each: Survey, found: Inspection) -> Markup:
             f"of {len(each.rows.numbers):,} read; {lost:,} dropped" if lost else f"all of {report.rows_kept:,} read",
         ),
         ("tokens", f"{each.tokens:,}", f"{report.tokens_cut:,} more cut away" if report.tokens_cut else "none cut"),
-        ("trained tokens", percent(targets / max(1, each.tokens)), f"{targets:,} targets"),
+        (f"tokens {each.rows.weighted}", percent(targets / max(1, each.tokens)), f"{targets:,} of them"),
+        *facts.lines,
     ]
     packing = found.packing
     if packing is not None and each is found.sets[0]:
@@ -128,11 +141,12 @@ def _overview(each: Survey, found: Inspection) -> Markup:
     return tiles(items)
 
 
-def _rows(texts: TokenTexts, shown: Sequence[tuple[str, RowView]]) -> Markup:
+def _rows(texts: TokenTexts, shown: Sequence[tuple[str, RowView]], marks: tuple[str, str]) -> Markup:
+    negative = Markup('<span class="row"><mark class="no">{}</mark></span> ').format(marks[1]) if marks[1] else ""
     key = Markup(
-        '<p class="key">Key: <span class="row"><mark>trained</mark></span> <span class="row">context only</span> '
+        '<p class="key">Key: <span class="row"><mark>{}</mark></span> {}<span class="row">context only</span> '
         '<span class="row"><span class="s">special token</span></span> · is a space, ↵ a new line, → a tab.</p>'
-    )
+    ).format(marks[0], negative)
     parts = [
         details(
             Markup("{} row {} {}").format(name, view.row, badge(visible(view.fate), _tone(view.fate))),
@@ -149,17 +163,23 @@ def _tone(fate: str) -> str:
 
 
 def _sequences(view: RowView, texts: TokenTexts) -> Markup:
-    return joined(_sequence(laid, texts) for laid in view.sequences)
+    parts = joined(_sequence(laid, texts) for laid in view.sequences)
+    if view.shared is None:
+        return parts
+    if not view.sequences:
+        return _sequence(view.shared, texts)
+    return joined([_sequence(view.shared, texts), Markup('<div class="sides">{}</div>').format(parts)])
 
 
 def _sequence(laid: Laid, texts: TokenTexts) -> Markup:
-    label = paragraph(visible(laid.label), "soft") if laid.label else Markup("")
+    label = Markup("<b>{}</b> ").format(visible(laid.label)) if laid.label else Markup("")
     trained = sum(1 for weight in laid.weights if weight)
-    about = paragraph(f"{len(laid.ids):,} tokens, {trained:,} trained", "key")
-    runs = Markup("").join(_run(run) for run in texts.runs(laid.ids, laid.weights))
-    return Markup('{}{}<div class="row" tabindex="0" role="region" aria-label="Tokens of the row">{}</div>').format(
-        label, about, runs
-    )
+    begins = f", from token {laid.start:,} on" if laid.start else ""
+    about = paragraph(label + f"{len(laid.ids):,} tokens{begins}, {trained:,} marked", "key")
+    runs = Markup("").join(_run(run) for run in texts.runs(laid))
+    return Markup(
+        '<div>{}<div class="row" tabindex="0" role="region" aria-label="Tokens of the row">{}</div></div>'
+    ).format(about, runs)
 
 
 def _run(run: Run) -> Markup:
@@ -168,10 +188,11 @@ def _run(run: Run) -> Markup:
     inside = Markup("").join(map(_token, run.tokens))
     if not run.weight:
         return inside
-    weight = Markup('<span class="w">×{}</span>').format(f"{run.weight:g}") if run.weight != 1 else ""
+    mark = weight_mark(run.weight).strip()
+    weight = Markup('<span class="w">{}</span>').format(mark) if mark else ""
     return Markup(
-        '<mark title="trained, weight {:g}"><span class="vh">[trained: </span>{}{}<span class="vh">]</span></mark>'
-    ).format(run.weight, weight, inside)
+        '<mark title="weight {:g}"{}><span class="vh">[marked: </span>{}{}<span class="vh">]</span></mark>'
+    ).format(run.weight, Markup(' class="no"') if run.weight < 0 else "", weight, inside)
 
 
 def _token(token: Shown) -> Markup:
@@ -184,18 +205,27 @@ def _token(token: Shown) -> Markup:
 
 def _charts(found: Inspection) -> list[Markup]:
     out = []
-    for each in found.sets:
+    for each, facts in zip(found.sets, found.facts, strict=True):
         name = each.rows.name
         if len(each.lengths):
-            out.append(_histogram(f"Length of {name} rows", each.lengths))
-            out.append(_histogram(f"Trained tokens of {name} rows", each.targets))
+            what = "rows" if each.rows.per_row == 1 else "sequences"
+            out.append(_histogram(f"Length of {name} {what}", each.lengths))
+            out.append(_histogram(f"Tokens {each.rows.weighted}, {name} {what}", each.targets))
         weights = [
             ("masked" if not value else f"weight {value:g}", float(count), f"{count:,}")
             for value, count in each.weight_values.items()
         ]
-        out.append(bars(f"Loss weights of {name} tokens", weights))
+        if not each.rows.marks[1]:  # else the sign of a weight is a label
+            out.append(bars(f"Loss weights of {name} tokens", weights))
         out.append(bars(f"What became of {name} rows", _fates(each)))
+        out += map(_chart, facts.charts)
     return out
+
+
+def _chart(chart: Chart) -> Markup:
+    if chart.bars:
+        return bars(chart.title, [(name, float(count), f"{count:,}") for name, count in chart.bars])
+    return _histogram(chart.title, np.asarray(chart.values), chart.unit)
 
 
 def _fates(each: Survey) -> list[tuple[str, float, str]]:
@@ -207,19 +237,20 @@ def _fates(each: Survey) -> list[tuple[str, float, str]]:
         "dropped: all masked": r.rows_without_targets - r.rows_filled,
         "dropped: answer cut away": r.rows_filled,
         "dropped: too long": r.rows_too_long,
+        **{name: len(each.flagged.get(key, ())) for key, name in _FATES.items()},
         "cannot be encoded": len(each.rows.broken),
     }
     return [(name, float(count), f"{count:,}") for name, count in fates.items() if count or name == "kept whole"]
 
 
-def _histogram(title: str, values: np.ndarray) -> Markup:
+def _histogram(title: str, values: np.ndarray, unit: str = "tokens") -> Markup:
     low, high = int(values.min()), int(values.max())
     # Edges on whole tokens, so that no bar holds more lengths than its neighbours.
     step = max(1, -(-(high - low + 1) // 40))
     edges = np.arange(low, high + step + 1, step)
     counts, _ = np.histogram(values, bins=edges)
     median = f"median {int(np.median(values)):,}, longest {high:,}"
-    return histogram(title, edges.tolist(), counts.tolist(), "tokens", median)
+    return histogram(title, edges.tolist(), counts.tolist(), unit, median)
 
 
 def _packing(packing: Packing) -> Markup:

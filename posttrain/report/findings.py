@@ -8,29 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from posttrain.data.audit import TemplateAudit
-from posttrain.data.overflow import count_of
 from posttrain.report.duplicates import Pair, exact_pairs, near_pairs, row_hash
+from posttrain.report.finding import ORDER, SHOWN, Facts, Finding, grave, of, percent
 from posttrain.report.page import Gravity
-from posttrain.report.survey import Packing, Survey, laid_rows
+from posttrain.report.survey import Packing, Survey, whole_rows
 from posttrain.report.texts import TEXT_FAULTS
-
-ORDER: tuple[Gravity, ...] = ("fault", "warning", "good", "note")
-FEW = 0.05  # below this share of rows, a fault of rows is a warning
-SHOWN = 3
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something to know. `rows` are numbers in the source of the set `where`, the first to be shown."""
-
-    gravity: Gravity
-    key: str
-    title: str
-    text: str
-    fix: str = ""
-    count: int = 0
-    rows: tuple[int, ...] = ()
-    where: str = "train"
 
 
 @dataclass(frozen=True)
@@ -38,11 +20,13 @@ class Inspection:
     """All that was found out."""
 
     sets: tuple[Survey, ...]  # train, then eval where there is one
+    facts: tuple[Facts, ...]  # of each set
     findings: tuple[Finding, ...]
     packing: Packing | None
     audit: TemplateAudit | None
     source: str
     model: str
+    method: str = "sft"
 
     @property
     def gravest(self) -> Gravity:
@@ -50,13 +34,17 @@ class Inspection:
 
 
 def find(
-    sets: Sequence[Survey], packing: Packing | None, audit: TemplateAudit | None, accepted: Collection[str] = ()
+    sets: Sequence[Survey],
+    facts: Sequence[Facts],
+    packing: Packing | None,
+    audit: TemplateAudit | None,
+    accepted: Collection[str] = (),
 ) -> tuple[Finding, ...]:
-    """Every finding, the gravest first and, among equals, the one of most rows. accepted: checks of the audit whose
-    failure stops no run."""
+    """Every finding, the gravest first and, among equals, the one of most rows. facts: of each set, what its method
+    wants known. accepted: checks of the audit whose failure stops no run."""
     found: list[Finding] = []
-    for each in sets:
-        found += [*_encoding(each), *_dropped(each), *_tokens(each), *_cut(each), *_share(each), *_sampled(each)]
+    for each, own in zip(sets, facts, strict=True):
+        found += [*_encoding(each), *own.findings, *_tokens(each), *_sampled(each)]
     found += [*_alike(sets), *_audited(audit, accepted), *_packed(packing)]
     if not any(f.gravity in ("fault", "warning") for f in found):
         found.append(Finding("good", "good", "Nothing wrong was found", _checked(sets, audit)))
@@ -71,24 +59,6 @@ def _checked(sets: Sequence[Survey], audit: TemplateAudit | None) -> str:
     )
 
 
-def _grave(count: int, of: int) -> Gravity:
-    return "fault" if count >= FEW * max(1, of) else "warning"
-
-
-def _of(count: int, each: Survey) -> str:
-    """e.g. "12 of 100 train rows (12 %)" """
-    total = max(1, len(each.rows.numbers))
-    return f"{count:,} of {total:,} {each.rows.name} rows ({percent(count / total)})"
-
-
-def percent(share: float) -> str:
-    """e.g. 0.1234 -> "12 %", 0.0123 -> "1.2 %" """
-    value = 100 * share
-    if 0 < value < 0.1:
-        return "under 0.1 %"
-    return f"{value:.1f} %" if value < 10 and value != round(value) else f"{value:.0f} %"
-
-
 def _encoding(each: Survey) -> Iterable[Finding]:
     broken = each.rows.broken
     if broken:
@@ -96,63 +66,12 @@ def _encoding(each: Survey) -> Iterable[Finding]:
             "fault",
             "broken",
             "Rows that cannot be encoded",
-            f"{_of(len(broken), each)} stop the run. The first: {broken[0][1]}",
+            f"{of(len(broken), each)} stop the run. The first: {broken[0][1]}",
             "Mend or remove these rows; the message says what to write.",
             len(broken),
             tuple(row for row, _ in broken[:SHOWN]),
             each.rows.name,
         )
-
-
-def _dropped(each: Survey) -> Iterable[Finding]:
-    report, limit, name = each.rows.report, each.rows.max_length, each.rows.name
-    masked = report.rows_without_targets - report.rows_filled
-    total = len(each.rows.numbers)
-    if masked:
-        yield Finding(
-            _grave(masked, total),
-            "masked",
-            "Every token is masked",
-            f"{_of(masked, each)} have no token to train, and are dropped.",
-            "In a chat, look for rows without an assistant turn, or turn `assistant_only_loss` off; in token rows, "
-            "look at 'labels', 'completion_mask' and 'assistant_masks': they are all masked.",
-            masked,
-            tuple(each.flagged.get("masked", ())[:SHOWN]),
-            name,
-        )
-    if report.rows_filled:
-        yield Finding(
-            _grave(report.rows_filled, total),
-            "filled",
-            "The prompt is longer than the limit",
-            f"In {_of(report.rows_filled, each)} the prompt alone fills `max_length`={limit}: the answer is cut away, "
-            "nothing is left to train, and the row is dropped.",
-            f"Raise `max_length`, shorten the prompts, or keep the end: `truncation_mode: keep_end`. {_needed(each)}",
-            report.rows_filled,
-            tuple(each.flagged.get("filled", ())[:SHOWN]),
-            name,
-        )
-    if report.rows_too_long:
-        stops = each.rows.overflow == "error"
-        yield Finding(
-            "fault" if stops else "warning",
-            "too_long",
-            f"Rows longer than the limit {'stop the run' if stops else 'are dropped'}",
-            f"{_of(report.rows_too_long, each)} have more than `max_length`={limit} tokens, and `overflow` is "
-            f"{each.rows.overflow}.",
-            "Raise `max_length`, or set `overflow` to truncate or split.",
-            report.rows_too_long,
-            tuple(each.flagged.get("too_long", ())[:SHOWN]),
-            name,
-        )
-
-
-def _needed(each: Survey) -> str:
-    rows = each.flagged.get("filled", [])
-    places = [at for at, number in enumerate(each.rows.numbers) if number in set(rows[:SHOWN])]
-    sizes = [len(s.ids) for view in each.rows.view(places) for s in view.sequences] if places else []
-    who = "The example has" if len(sizes) == 1 else "The examples have"
-    return f"{who} {', '.join(map(str, sizes))} tokens." if sizes else ""
 
 
 def _tokens(each: Survey) -> Iterable[Finding]:
@@ -189,68 +108,24 @@ def _tokens(each: Survey) -> Iterable[Finding]:
         rows = each.flagged.get(key, [])
         if rows:
             yield Finding(
-                _grave(len(rows), kept), key, title, f"{_of(len(rows), each)} {what}", fix, len(rows),
+                grave(len(rows), kept), key, title, f"{of(len(rows), each)} {what}", fix, len(rows),
                 tuple(rows[:SHOWN]), each.rows.name,
             )  # fmt: skip
     for key, title, what, fix in TEXT_FAULTS:
         if rows := each.flagged.get(key, []):
-            text, shown = f"{_of(len(rows), each)} {what}", tuple(rows[:SHOWN])
+            text, shown = f"{of(len(rows), each)} {what}", tuple(rows[:SHOWN])
             yield Finding("warning", key, title, text, fix, len(rows), shown, each.rows.name)
     empty = sorted({*each.flagged.get("empty", ()), *each.flagged.get("only_stop", ())})
     if empty:
         yield Finding(
-            _grave(len(empty), kept),
+            grave(len(empty), kept),
             "empty",
             "Empty answers",
-            f"{_of(len(empty), each)} have a completion or an assistant turn without text: the model learns to say "
-            "nothing.",
+            f"{of(len(empty), each)} have an answer without text: the model learns to say nothing.",
             "Remove these rows, or write the answer.",
             len(empty),
             tuple(empty[:SHOWN]),
             each.rows.name,
-        )
-
-
-def _cut(each: Survey) -> Iterable[Finding]:
-    report = each.rows.report
-    if report.rows_cut:
-        share = report.tokens_cut / max(1, report.tokens_cut + report.tokens)
-        end = "beginning" if each.rows.keep == "keep_end" else "end"
-        yield Finding(
-            "warning" if report.rows_cut >= 0.01 * len(each.rows.numbers) else "note",
-            "cut",
-            "Rows are cut",
-            f"{_of(report.rows_cut, each)} are longer than `max_length`={each.rows.max_length} and lose their {end}: "
-            f"{count_of(report.tokens_cut, 'token')}, {percent(share)} of all.",
-            "Raise `max_length`, or set `overflow` to split, which trains every target.",
-            report.rows_cut,
-            tuple(each.flagged.get("cut", ())[:SHOWN]),
-            each.rows.name,
-        )
-    if report.rows_split:
-        yield Finding(
-            "note",
-            "split",
-            "Rows are split",
-            f"{_of(report.rows_split, each)} are longer than `max_length`={each.rows.max_length} and go on in another "
-            f"row: {count_of(report.pieces, 'piece')}. A later piece sees one token of what came before.",
-            "",
-            report.rows_split,
-            tuple(each.flagged.get("split", ())[:SHOWN]),
-            each.rows.name,
-        )
-
-
-def _share(each: Survey) -> Iterable[Finding]:
-    targets, tokens = int(each.targets.sum()), each.tokens
-    if targets and targets < 0.02 * tokens:
-        yield Finding(
-            "note",
-            "few_targets",
-            "Few tokens are trained",
-            f"{targets:,} of {tokens:,} tokens of the {each.rows.name} set ({percent(targets / tokens)}) are targets.",
-            "That is right for long prompts with short answers; else look at the masks in the rows below.",
-            where=each.rows.name,
         )
 
 
@@ -280,7 +155,7 @@ def _alike(sets: Sequence[Survey]) -> Iterable[Finding]:
             "warning" if len(pairs) >= 0.01 * len(train.rows.numbers) else "note",
             "near_duplicates",
             "Rows that are nearly the same",
-            f"{_of(len(pairs), train)} share four fifths of their runs of tokens or more with an earlier row, for "
+            f"{of(len(pairs), train)} share four fifths of their runs of tokens or more with an earlier row, for "
             f"example row {a} with row {b} ({percent(pairs[0].similarity)}).",
             "Keep one of each, unless the repetition is meant.",
             len(pairs),
@@ -295,7 +170,7 @@ def _distinct_ids(each: Survey) -> tuple[list[np.ndarray], list[int]]:
     """The rows' token ids, equal ones once, and the place of each."""
     seen: set[int] = set()
     ids, sources = [], []
-    for row, _, source in laid_rows(each.rows.prepared):
+    for row, _, source in whole_rows(each.rows):
         value = row_hash(row)
         if value not in seen:
             seen.add(value)
@@ -305,7 +180,7 @@ def _distinct_ids(each: Survey) -> tuple[list[np.ndarray], list[int]]:
 
 
 def _repeated(each: Survey) -> Iterable[Finding]:
-    laid = [(row_hash(ids, weights), source) for ids, weights, source in laid_rows(each.rows.prepared)]
+    laid = [(row_hash(ids, weights), source) for ids, weights, source in whole_rows(each.rows)]
     pairs = exact_pairs([value for value, _ in laid])
     if pairs:
         a, b = (each.rows.numbers[laid[at][1]] for at in (pairs[0].later, pairs[0].earlier))
@@ -313,7 +188,7 @@ def _repeated(each: Survey) -> Iterable[Finding]:
             "warning",
             "duplicates",
             "Rows that are the same",
-            f"{_of(len(pairs), each)} repeat an earlier row token for token, for example row {a} repeats row {b}.",
+            f"{of(len(pairs), each)} repeat an earlier row token for token, for example row {a} repeats row {b}.",
             "Keep one of each: repeated rows are learnt by heart.",
             len(pairs),
             (a, b),
@@ -340,7 +215,7 @@ def _leaked(train: Survey, evaluation: Survey, ids: list[np.ndarray], sources: l
                 gravity,
                 key,
                 f"Evaluation rows are {title}",
-                f"{_of(len(pairs), evaluation)} {verb} training set, for example {evaluation.rows.name} row {a} and "
+                f"{of(len(pairs), evaluation)} {verb} training set, for example {evaluation.rows.name} row {a} and "
                 f"train row {b}: the evaluation measures memory.",
                 "Remove these rows from one of the two sets.",
                 len(pairs),

@@ -14,16 +14,18 @@ import numpy as np
 from posttrain.data.overflow import PreparationReport
 from posttrain.report.texts import text_flags
 
-EMPTY_TEXT = ("completion", "messages")
+EMPTY_TEXT = ("completion", "messages", "chosen", "rejected")
 
 
 @dataclass(frozen=True)
 class Laid:
-    """One sequence as a model sees it. A preference row has two; `label` tells them apart, and is empty for one."""
+    """One sequence as a model sees it. A row that has several tells them apart by `label`. start: the place of its
+    first token, where it goes on from another."""
 
     ids: Sequence[int]
     weights: Sequence[float]
     label: str = ""
+    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class RowView:
     row: int
     fate: str  # "kept", "cut to 128 of 300 tokens", "dropped: …"
     sequences: tuple[Laid, ...]
+    shared: Laid | None = None  # what all of them begin with; they go on from there
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,9 @@ class Rows:
     """A set before it is counted: what `posttrain inspect` hands over.
 
     numbers: the row's number in the source, for each row that was read. total: rows of the source; None for a stream.
-    broken: rows that cannot be encoded, and why. view: places among the rows read → how they look.
+    broken: rows that cannot be encoded, and why. view: places among the rows read → how they look. per_row: sequences
+    that a row has. writes: whether what is trained is what the model will write, its end included. weighted: what
+    tokens with a weight are. marks: what is marked in a row that is shown, and what weights below 0 stand for.
     """
 
     name: str
@@ -83,6 +88,10 @@ class Rows:
     overflow: str = "truncate"
     keep: str = "keep_start"
     broken: Sequence[tuple[int, str]] = ()
+    per_row: int = 1
+    writes: bool = True
+    weighted: str = "trained"
+    marks: tuple[str, str] = ("trained tokens", "")
 
 
 @dataclass
@@ -137,8 +146,10 @@ def survey(rows: Rows, specials: Specials) -> Survey:
         targets.append(int(np.count_nonzero(weights)))
         sums.append(float(weights.sum()))
         may_be_cut = rows.max_length is not None and len(ids) >= rows.max_length
-        for name in _flags(ids, weights, specials, may_be_cut):
-            flagged.setdefault(name, []).append(rows.numbers[source])
+        for name in _flags(ids, weights, specials, may_be_cut, rows.writes):
+            held, number = flagged.setdefault(name, []), rows.numbers[source]
+            if number not in held[-1:]:  # the row's other sequence may have it too
+                held.append(number)
         for value, count in zip(*np.unique(weights, return_counts=True), strict=True):
             if float(value) in values or len(values) < MANY:
                 values[float(value)] = values.get(float(value), 0) + int(count)
@@ -162,12 +173,22 @@ def laid_rows(prepared: Any) -> Iterable[tuple[np.ndarray, np.ndarray, int]]:
             yield np.asarray(ids), np.asarray(weights), int(source)
 
 
-def _flags(ids: np.ndarray, weights: np.ndarray, specials: Specials, may_be_cut: bool) -> Iterable[str]:
+def whole_rows(rows: Rows) -> Iterable[tuple[np.ndarray, np.ndarray, int]]:
+    """As `laid_rows`, the sequences of a row one after another."""
+    held: list[tuple[np.ndarray, np.ndarray, int]] = []
+    for each in laid_rows(rows.prepared):
+        held.append(each)
+        if len(held) == rows.per_row:
+            yield np.concatenate([x[0] for x in held]), np.concatenate([x[1] for x in held]), each[2]
+            held = []
+
+
+def _flags(ids: np.ndarray, weights: np.ndarray, specials: Specials, may_be_cut: bool, writes: bool) -> Iterable[str]:
     if specials.bos is not None and len(ids) > 1 and ids[0] == ids[1] == specials.bos:
         yield "double_bos"
     if len(ids) and (int(ids.max()) >= specials.known or int(ids.min()) < 0):
         yield "unknown_ids"
-    trained = np.flatnonzero(weights)
+    trained = np.flatnonzero(weights) if writes else []
     if not len(trained) or not specials.stops:
         return
     # A template may write a newline after the stop token, which is trained where whole chats are.

@@ -12,9 +12,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from posttrain.report.findings import Finding, Inspection, percent
+from posttrain.report.finding import Facts, Finding, percent
+from posttrain.report.findings import Inspection
 from posttrain.report.survey import Laid, RowView, Survey
-from posttrain.report.tokens import TokenTexts, shown_text
+from posttrain.report.tokens import TokenTexts, shown_text, weight_mark
 from posttrain.report.visible import visible
 
 _STYLES = {"fault": "bold red", "warning": "bold yellow", "note": "bold blue", "good": "bold green"}
@@ -38,7 +39,7 @@ def show(found: Inspection, tokenizer: Any, views: Sequence[tuple[str, RowView]]
 
 
 def _show(found: Inspection, tokenizer: Any, views: Sequence[tuple[str, RowView]], out: Console) -> None:
-    out.print(Text(visible(f"{found.source}  ·  {found.model}"), style="bold"))
+    out.print(Text(visible(f"{found.source}  ·  {found.model}  ·  {found.method}"), style="bold"))
     out.print()
     for finding in found.findings:
         _finding(finding, out)
@@ -48,11 +49,12 @@ def _show(found: Inspection, tokenizer: Any, views: Sequence[tuple[str, RowView]
         out.print(Text(f"template audit {found.audit.hash}: {passed} of {len(found.audit.checks)} checks passed"))
     texts = TokenTexts(tokenizer)
     if views:
-        plain = "" if out.is_terminal else ", trained tokens between ⟦ and ⟧"
+        marked, negative = found.sets[0].rows.marks
+        plain = "" if out.is_terminal else f", {marked} between ⟦ and ⟧" + (f", {negative} with ✗" if negative else "")
         out.print(Text(f"\nRows as the model sees them{plain}", style="bold"))
     for name, view in views:
         out.print(Text(f"\n{name} row {view.row}: {visible(view.fate)}", style="bold"))
-        for laid in view.sequences:
+        for laid in (*([] if view.shared is None else [view.shared]), *view.sequences):
             out.print(Padding(_sequence(laid, texts, out.is_terminal), (0, 0, 0, 2), expand=False))
 
 
@@ -73,9 +75,9 @@ def _counts(found: Inspection) -> Table:
     table.add_column("")
     for each in found.sets:
         table.add_column(each.rows.name)
-    columns = [_set_counts(each) for each in found.sets]
-    for name in columns[0]:
-        table.add_row(Text(name, style="dim"), *(Text(column[name]) for column in columns))
+    columns = [_set_counts(each, facts) for each, facts in zip(found.sets, found.facts, strict=True)]
+    for name in dict.fromkeys(name for column in columns for name in column):
+        table.add_row(Text(name, style="dim"), *(Text(column.get(name, "")) for column in columns))
     packing = found.packing
     if packing is not None and packing.bins:
         state = "" if packing.is_on else " (packing is off)"
@@ -86,19 +88,19 @@ def _counts(found: Inspection) -> Table:
     return table
 
 
-def _set_counts(each: Survey) -> dict[str, str]:
+def _set_counts(each: Survey, facts: Facts) -> dict[str, str]:
     lengths, report = each.lengths, each.rows.report
     targets = int(each.targets.sum())
     quantiles = [int(q) for q in np.quantile(lengths, [0, 0.5, 0.95, 1])] if len(lengths) else [0] * 4
     values = {
         "rows": f"{report.rows_kept:,} of {len(each.rows.numbers):,} kept ({each.rows.kind})",
-        "tokens": f"{each.tokens:,}, {targets:,} trained ({percent(targets / max(1, each.tokens))})",
+        "tokens": f"{each.tokens:,}, {targets:,} {each.rows.weighted} ({percent(targets / max(1, each.tokens))})",
         "length": "shortest {:,}, median {:,}, 95 % {:,}, longest {:,}".format(*quantiles),
         "lengths": sparkline(lengths),
     }
-    if set(each.weight_values) - {0.0, 1.0}:
+    if {*map(abs, each.weight_values)} - {0.0, 1.0}:
         values["weights"] = ", ".join(f"{value:g} × {count:,}" for value, count in each.weight_values.items())
-    return values
+    return values | {name: f"{value} {note}".rstrip() for name, value, note in facts.lines}
 
 
 def sparkline(lengths: np.ndarray, width: int = 24) -> str:
@@ -117,15 +119,16 @@ def _spaced(text: str) -> str:
 
 
 def _sequence(laid: Laid, texts: TokenTexts, coloured: bool) -> Text:
-    line = Text(f"{visible(laid.label)}: " if laid.label else "", style="dim")
-    for run in texts.runs(laid.ids, laid.weights, head=120, tail=120):
+    line = Text.assemble((f"{visible(laid.label)}: " if laid.label else "", "dim"))
+    for run in texts.runs(laid, head=120, tail=120):
         if run.left_out:
             line.append(f" … {run.left_out:,} tokens … ", style="italic")
             continue
         text = _spaced("".join(map(shown_text, run.tokens)))
-        weight = "" if run.weight in (0.0, 1.0) else f"×{run.weight:g} "
+        mark = weight_mark(run.weight)
         if run.weight and not coloured:
-            line.append(f"⟦{weight}{text}⟧")
+            line.append(f"⟦{mark}{text}⟧")
         else:
-            line.append(weight + text, style="green underline" if run.weight else "default")
+            style = "red underline" if run.weight < 0 else "green underline" if run.weight else "default"
+            line.append(mark + text, style=style)
     return line

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain.report.survey import Laid
 from posttrain.report.visible import visible
 
 _LONGEST = 8  # tokens that may share one character
@@ -42,8 +43,9 @@ class TokenTexts:
         self.special |= set(tokenizer.all_special_ids)
         self._known: dict[tuple[int, ...], str] = {}
 
-    def runs(self, ids: Sequence[int], weights: Sequence[float], head: int = 350, tail: int = 350) -> list[Run]:
+    def runs(self, laid: Laid, head: int = 350, tail: int = 350) -> list[Run]:
         """A sequence as runs of equal weight; of a long one the first and the last tokens."""
+        ids, weights = laid.ids, laid.weights
         whole = len(ids) <= head + tail + 50
         parts = [(0, len(ids))] if whole else [(0, head), (len(ids) - tail, len(ids))]
         out: list[Run] = []
@@ -51,7 +53,7 @@ class TokenTexts:
             if number:
                 out.append(Run(0.0, (), start - parts[0][1]))
             held: list[Shown] = []
-            for token in self._tokens(ids[start:end], weights[start:end], start):
+            for token in self._tokens(ids[start:end], weights[start:end], laid.start + start):
                 if held and held[-1].weight != token.weight:
                     out.append(Run(held[0].weight, tuple(held)))
                     held = []
@@ -93,3 +95,9 @@ def shown_text(token: Shown) -> str:
     if not token.text:
         return f"⟨id {token.ids[0]}⟩"
     return visible(token.text, spaces=not token.special)
+
+
+def weight_mark(weight: float) -> str:
+    """What stands before a run of tokens. e.g. 1 -> "", 0.5 -> "×0.5 ", -1 -> "✗ " """
+    size = abs(weight)
+    return f"{'✗' if weight < 0 else ''}{'' if size in (0.0, 1.0) else f'×{size:g}'} ".lstrip()
