@@ -243,7 +243,7 @@ def test_moving_reference_goes_on_from_a_checkpoint():
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", [name for name in PREFERENCE if name != "tpo"])
+@pytest.mark.parametrize("loss", [name for name, row in PREFERENCE.items() if not row.third])  # tpo: test_tpo.py
 def test_every_loss_trains_and_accumulates(loss: str):
     """Also those that look at the whole optimizer batch: 1 × 4 = 4 × 1, in pieces."""
     more: dict[str, Any] = {"label_smoothing": 0.1} if loss == "exo_pair" else {}
@@ -310,7 +310,6 @@ def test_dropout_is_off_and_sharing_stays_on():
         ({"loss_type": "sigmod"}, "Did you mean 'sigmoid'"),
         ({"loss_type": []}, "`loss_type` is empty"),
         ({"loss_type": ["sft", "sft"]}, "names 'sft' twice"),
-        ({"loss_type": "tpo"}, "learns from a third response"),
         ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "has 1 weights, and `loss_type` 2 losses"),
         ({"label_smoothing": 0.1, "loss_type": "ipo"}, "label_smoothing=0.1 has no effect"),
         ({"discopop_tau": 0.1}, "discopop_tau=0.1 has no effect"),

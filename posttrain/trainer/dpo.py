@@ -27,6 +27,7 @@ from posttrain.trainer.pairs import (
     PairLossFields,
     RunningMean,
     matched,
+    of_pairs,
     pair_metrics,
     pairs_of,
     with_tail_weights,
@@ -154,7 +155,7 @@ class DPOTrainer(Engine):
         rows, report = prepare_pairs(dataset, tokenizer, pair_options(config), config.dataset_num_proc, name)
         say(report.summary())
         self.given_reference = self.given_reference or report.references
-        items = pair_items(rows)
+        items = pair_items(rows, config.sides)
         self.data_summary = {**self.data_summary, name: summarize(report, items, None)}
         return items
 
@@ -175,7 +176,8 @@ class DPOTrainer(Engine):
         if partners or learns:
             own = [scored_sums(lambda piece: score_tokens(policy, piece), exp.batch, *place) for exp in found]
             if learns:
-                rewards = [config.beta * (sums - exp.reference) for sums, exp in zip(own, found, strict=True)]
+                pairs = zip(own, found, strict=True)
+                rewards = [config.beta * of_pairs(sums - exp.reference, exp.batch).flatten() for sums, exp in pairs]
                 self.delta.add(torch.cat(rewards), self.args.device)
             found = matched(found, own, config.compares) if partners else found
         return [replace(exp, delta=self.delta.value) for exp in found]
@@ -187,11 +189,11 @@ class DPOTrainer(Engine):
         config, batch = self._config, exp.batch
         request = ScoreRequest(entropy=self.measuring, log_collision=config.use_weighting, aux_loss=self.balancing)
         scores = model(token_batch=batch, score_request=request)
-        pairs = pairs_of(scores.logps, exp, pair_values(batch, "margin"), config.compares)
+        pairs = pairs_of(scores.logps, exp, pair_values(batch, "margin"), config)
         weights = pair_values(batch, "weight")
         if scores.log_collision is not None:
             likely = wpo_weights(scores.logps, scores.log_collision, batch.sequence, batch.num_sequences)
-            weights = weights * wpo_pair_weights(*likely.view(-1, 2).unbind(1))
+            weights = weights * wpo_pair_weights(*of_pairs(likely, batch).unbind(1))
         losses, each = mix(config.loss_type, pairs, config.options(), config.loss_weights, weights)
         metrics = pair_metrics(pairs, config.beta, each if len(each) > 1 else {}, scores.entropy)
         return LossOutput(losses.sum(), metrics, scores.aux_loss)

@@ -136,10 +136,10 @@ def make_items(
     return RowItems(rows, bins)
 
 
-def pair_items(rows: Any) -> RowItems:
-    """Prepared pairs, two rows each → one item a pair."""
-    lengths = row_lengths(rows)
-    return RowItems(rows, [[Piece(i, 0, lengths[i]), Piece(i + 1, 0, lengths[i + 1])] for i in range(0, len(rows), 2)])
+def pair_items(rows: Any, sides: int = 2) -> RowItems:
+    """Prepared pairs, as many rows each as they have sides → one item a pair."""
+    pieces = [Piece(i, 0, length) for i, length in enumerate(row_lengths(rows))]
+    return RowItems(rows, [pieces[i : i + sides] for i in range(0, len(pieces), sides)])
 
 
 def check_ids(items: RowItems | StreamItems | None, vocabulary: int, positions: int | None = None) -> None:

@@ -109,7 +109,7 @@ def pair_options(args: Any) -> PairOptions:
     """How pairs are encoded and cut, and which of their columns would have no effect."""
     references = "" if args.compares else "the loss compares with no reference"
     references = "`sync_ref_model` moves the reference" if args.sync_ref_model else references
-    return PairOptions(args.max_length, args.truncation_mode, args.margins_ignored, references)
+    return PairOptions(args.max_length, args.truncation_mode, args.margins_ignored, references, third=args.needs_third)
 
 
 def unpaired_options(args: Any) -> PairOptions:
