@@ -137,11 +137,6 @@ def test_bad_rows(row: dict[str, Any], message: str):
         rows_of([row])
 
 
-def test_streams_are_refused():
-    with pytest.raises(ConfigError, match="pairs are not streamed yet"):
-        dpo(rows=plain_pairs().to_iterable_dataset())
-
-
 # ---- references ------------------------------------------------------------------------------------------------------
 
 

@@ -16,8 +16,10 @@ import numpy as np
 from posttrain.data.drafts import row_weight
 from posttrain.data.encode import Draft, Encoder
 from posttrain.data.formats import maybe_convert_to_chatml, refuse_images
+from posttrain.data.joining import is_stream
 from posttrain.data.preference import prompt_apart
-from posttrain.data.rows import at_row, completion_draft, in_memory
+from posttrain.data.prepared import opened, prepare_rows
+from posttrain.data.rows import at_row, completion_draft
 from posttrain.errors import ConfigError, DataError, EmptyDataError
 
 VALUES = ("margin", "weight", "reference")
@@ -68,19 +70,22 @@ class PairReport:
     references: bool = False  # the rows bring log-probabilities under a reference
     third_unread: bool = False  # they bring a third response, and no loss learns from it
 
-    def add(self, counts: Sequence[_Counts]) -> None:
-        for count in counts:
-            self.rows_in += 1
-            self.rows_empty += count.state == _EMPTY
-            self.rows_equal += count.state == _EQUAL
-            self.rows_long += count.state == _LONG
-            if count.state == _KEPT:
-                self.rows_kept += 1
-                self.third_equal += count.third_equal
-                self.prompts_cut += count.prompt_cut > 0
-                self.responses_cut += count.responses_cut
-                self.tokens_cut += count.tokens_cut
-                self.tokens += count.tokens
+    def kept(self, found: Mapping[str, np.ndarray]) -> np.ndarray:
+        return found["state"] == _KEPT
+
+    def add(self, found: Mapping[str, np.ndarray]) -> None:
+        """Count pairs, from the columns that `_Counts` names."""
+        state, kept = found["state"], self.kept(found)
+        self.rows_in += len(state)
+        self.rows_kept += int(kept.sum())
+        self.rows_empty += int((state == _EMPTY).sum())
+        self.rows_equal += int((state == _EQUAL).sum())
+        self.rows_long += int((state == _LONG).sum())
+        self.third_equal += int(found["third_equal"].sum())
+        self.prompts_cut += int((found["prompt_cut"] > 0).sum())
+        self.responses_cut += int(found["responses_cut"].sum())
+        self.tokens_cut += int(found["tokens_cut"].sum())
+        self.tokens += int(found["tokens"].sum())
 
     def summary(self) -> str:
         """One line. e.g. "train: 9 of 10 pairs, 1200 tokens; 1 pair with equal responses dropped" """
@@ -133,53 +138,34 @@ def prepare_pairs(
 
     Rows are `chosen` and `rejected` (and `reference`) with or without `prompt`, as text or chats, or token ids
     (`prompt_ids`, `chosen_ids`, `rejected_ids`, `reference_ids`); `margin`, `sample_weight`, and together
-    `ref_chosen_logps` and `ref_rejected_logps` are read where they are. A list of mappings is taken as a data set.
+    `ref_chosen_logps` and `ref_rejected_logps` are read where they are. A list of mappings is taken as a data set. A
+    stream stays one, of a row a pair, with a list for each response; its report fills as rows flow.
 
     e.g. {"prompt": "2+2=", "chosen": "4", "rejected": "5"} -> the ids of "2+2=4<eos>" and of "2+2=5<eos>"
-    Raises `DataError` naming row, column and fix, `ConfigError` for a stream and for columns that the options say have
-    no effect, and `EmptyDataError` when no pair is left.
+    Raises `DataError` naming row, column and fix, `ConfigError` for columns that the options say have no effect, and
+    `EmptyDataError` when no pair is left.
     """
-    from datasets import IterableDataset
-
-    if isinstance(dataset, IterableDataset):
-        raise ConfigError(
-            f"the {name} set is a stream, and pairs are not streamed yet; read it whole (`dataset_streaming` off), or "
-            "take(n) rows into a Dataset."
-        )
-    if isinstance(dataset, list):
-        dataset = in_memory(dataset, name)
-    first = next(iter(dataset), None)
-    if first is None:
-        raise EmptyDataError(f"The {name} set has no rows; check the file, the split and any filter.")
-    columns = list(dict.fromkeys([*(dataset.column_names or ()), *first]))
+    dataset, columns = opened(dataset, name)
     _check_columns(columns, options, name)
     unread = not options.third and bool({THIRD, f"{THIRD}_ids"} & set(columns))
     report = PairReport(name, references=_REFERENCES[0] in columns, third_unread=unread)
-    prepared = dataset.map(
-        _Preparer(tokenizer, options, name),
-        batched=True,
-        with_indices=True,
-        remove_columns=columns,
-        features=_features(counted=True),
-        num_proc=num_proc,
-        desc=f"Preparing the {name} set",
-    )
-    counted = (np.asarray(prepared.data.column(field)).tolist() for field in _Counts._fields)
-    report.add([_Counts(*row) for row in zip(*counted, strict=True)])
+    prepare, made = _Preparer(tokenizer, options, name), _features(nested=True)
+    prepared = prepare_rows(dataset, columns, prepare, report, made, _Counts._fields, num_proc, name)
+    if is_stream(prepared):
+        return prepared, report
     if not report.rows_kept:
         raise EmptyDataError(
             f"The {name} set: none of its {report.rows_in} pairs can be trained: {report.rows_empty} have an empty "
             f"response, in {report.rows_equal} chosen and rejected are equal, and {report.rows_long} are longer than "
             f"`max_length` {options.max_length}."
         )
-    if report.rows_kept < report.rows_in:
-        states = np.asarray(prepared.data.column("state"))
-        prepared = prepared.select(np.flatnonzero(states == _KEPT))
+    from datasets import Features
+
     apart = prepared.map(
         _apart,
         batched=True,
         remove_columns=prepared.column_names,
-        features=_features(False),
+        features=Features(_features(nested=False)),
         desc=f"Laying out the {name} set",
     )
     return apart, report
@@ -214,14 +200,11 @@ def _check_columns(columns: Sequence[str], options: PairOptions, name: str) -> N
     )
 
 
-def _features(counted: bool) -> Any:
-    from datasets import Features, List, Value
+def _features(nested: bool) -> dict[str, Any]:
+    from datasets import List, Value
 
     of = {"input_ids": List(Value("int32")), "weights": List(Value("float32")), "values": List(Value("float32"))}
-    if not counted:
-        return Features({**of, "source": Value("int64")})
-    counts = {name: Value("int32") for name in _Counts._fields}
-    return Features({**{name: List(kind) for name, kind in of.items()}, "source": Value("int64"), **counts})
+    return {**({name: List(kind) for name, kind in of.items()} if nested else of), "source": Value("int64")}
 
 
 class _Preparer:

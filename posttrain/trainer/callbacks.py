@@ -255,3 +255,15 @@ class BEMACallback(TrainerCallback):
     @staticmethod
     def _file(args: TrainingArguments, state: TrainerState) -> Path:
         return Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / _BEMA_FILE
+
+
+class StreamCount(TrainerCallback):
+    """Says at the end of training what became of the rows of a stream that were read. report: their counts."""
+
+    def __init__(self, report: Any) -> None:
+        self._report = report
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        say(f"as far as the stream was read: {self._report.summary()}")

@@ -16,12 +16,11 @@ from posttrain.errors import ConfigError
 from posttrain.loss.preference import mix
 from posttrain.loss.reweight import wpo_pair_weights, wpo_weights
 from posttrain.model.handle import score_tokens
-from posttrain.parallel.ranks import say
 from posttrain.trainer.config import BaseConfig, load_options
 from posttrain.trainer.engine import Engine
-from posttrain.trainer.loading import pair_items
+from posttrain.trainer.loading import unpacked_items
 from posttrain.trainer.opening import config_of, open_run, refuse_given
-from posttrain.trainer.options import check_references, pair_options
+from posttrain.trainer.options import check_references, made_of, pair_options
 from posttrain.trainer.pairs import (
     PairExperience,
     PairLossFields,
@@ -150,12 +149,11 @@ class DPOTrainer(Engine):
 
     # ---- rows → items ------------------------------------------------------------------------------------------------
 
-    def _items(self, tokenizer: Any, dataset: Any, name: str) -> RowItems:
+    def _items(self, tokenizer: Any, dataset: Any, name: str) -> Any:
         config = self._config
         rows, report = prepare_pairs(dataset, tokenizer, pair_options(config), config.dataset_num_proc, name)
-        say(report.summary())
         self.given_reference = self.given_reference or report.references
-        items = pair_items(rows, config.sides)
+        items = unpacked_items(rows, report, config, name, made_of(dataset, config, tokenizer), config.sides)
         self.data_summary = {**self.data_summary, name: summarize(report, items, None)}
         return items
 
