@@ -155,6 +155,14 @@ def test_ld_alpha_is_in_the_precomputed_reference_too():
     assert found.losses == pytest.approx(live.losses, abs=1e-5)
 
 
+def test_a_number_under_ld_alpha_is_of_the_pair_it_was_found_in():
+    """How much of a response counts depends on its twin."""
+    rows = [ids([1, 2], list(range(10, 20)), [3] * count) for count in (2, 6)]
+    fields: dict[str, Any] = {"rows": rows, "ld_alpha": 0.3, "ref_model": tiny_model("qwen3", seed=1), "max_steps": 1}
+    live, found = (run(dpo(precompute_ref_log_probs=on, **fields)) for on in (False, True))
+    assert found.losses == pytest.approx(live.losses, abs=1e-5)
+
+
 def test_cache_is_found_again_and_scored_anew_when_something_changed(cache: Path, capsys: pytest.CaptureFixture[str]):
     def scored(**settings: Any) -> str:
         dpo(precompute_ref_log_probs=True, **settings)

@@ -156,10 +156,11 @@ def precompute(
         )
     values = np.asarray(items.rows["values"][:], dtype=np.float32)
     unknown = np.isnan(values[:, -1]).tolist()
-    keys = [key if asked else None for key, asked in zip(row_keys(items.rows), unknown, strict=True)]
+    each = len(items.rows) // len(items)  # rows of an item: 2 of a pair
+    found = row_keys(items.rows, each if ld_alpha is not None else 1)
+    keys = [key if asked else None for key, asked in zip(found, unknown, strict=True)]
     file = cache_folder() / f"{_identity(trainer, reference, ld_alpha)}.npz"
     known = _read(file)
-    each = len(keys) // len(items)  # rows of an item: 2 of a pair
     missing = [row for row in range(0, len(keys), each) if not {*keys[row : row + each]} - {None} <= known.keys()]
     total = len(items)
     what = "pairs" if each > 1 else "rows"
@@ -210,14 +211,17 @@ def _score(
     return {key: value for part in gather_objects(found) for key, value in part.items() if key is not None}
 
 
-def row_keys(rows: Any) -> list[int]:
-    """A 64-bit hash of each row's tokens and weights."""
+def row_keys(rows: Any, together: int = 1) -> list[int]:
+    """A 64-bit hash of each row's tokens and weights, and of those of the `together` rows it lies among."""
     found = []
     for row in rows.with_format("numpy", columns=["input_ids", "weights"]):
         digest = xxhash.xxh3_64(np.ascontiguousarray(row["input_ids"], dtype="<i4").tobytes())
         digest.update(np.ascontiguousarray(row["weights"], dtype="<f4").tobytes())
         found.append(digest.intdigest())
-    return found
+    if together == 1:
+        return found
+    pairs = (found[at : at + together] for at in range(0, len(found), together))
+    return [xxhash.xxh3_64(repr((key, pair)).encode()).intdigest() for pair in pairs for key in pair]
 
 
 def cache_folder() -> Path:
