@@ -137,11 +137,6 @@ def test_bad_rows(row: dict[str, Any], message: str):
         rows_of([row])
 
 
-def test_streams_are_refused():
-    with pytest.raises(ConfigError, match="pairs are not streamed yet"):
-        dpo(rows=plain_pairs().to_iterable_dataset())
-
-
 # ---- references ------------------------------------------------------------------------------------------------------
 
 
@@ -157,6 +152,14 @@ def test_c37_precomputed_is_live(cache: Path):
 def test_ld_alpha_is_in_the_precomputed_reference_too():
     live, found = (run(dpo(ld_alpha=0.3, precompute_ref_log_probs=on)) for on in (False, True))
     assert live.losses[0] == pytest.approx(LN2, abs=1e-6)
+    assert found.losses == pytest.approx(live.losses, abs=1e-5)
+
+
+def test_a_number_under_ld_alpha_is_of_the_pair_it_was_found_in():
+    """How much of a response counts depends on its twin."""
+    rows = [ids([1, 2], list(range(10, 20)), [3] * count) for count in (2, 6)]
+    fields: dict[str, Any] = {"rows": rows, "ld_alpha": 0.3, "ref_model": tiny_model("qwen3", seed=1), "max_steps": 1}
+    live, found = (run(dpo(precompute_ref_log_probs=on, **fields)) for on in (False, True))
     assert found.losses == pytest.approx(live.losses, abs=1e-5)
 
 
@@ -233,7 +236,7 @@ def test_references_that_are_refused():
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", [name for name in PREFERENCE if name != "tpo"])
+@pytest.mark.parametrize("loss", [name for name, row in PREFERENCE.items() if not row.third])  # tpo: test_tpo.py
 def test_every_loss_trains_and_accumulates(loss: str):
     """Also those that look at the whole optimizer batch: 1 × 4 = 4 × 1, in pieces."""
     more: dict[str, Any] = {"label_smoothing": 0.1} if loss == "exo_pair" else {}
@@ -300,7 +303,6 @@ def test_dropout_is_off_and_sharing_stays_on():
         ({"loss_type": "sigmod"}, "Did you mean 'sigmoid'"),
         ({"loss_type": []}, "`loss_type` is empty"),
         ({"loss_type": ["sft", "sft"]}, "names 'sft' twice"),
-        ({"loss_type": "tpo"}, "learns from a third response"),
         ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "has 1 weights, and `loss_type` 2 losses"),
         ({"label_smoothing": 0.1, "loss_type": "ipo"}, "label_smoothing=0.1 has no effect"),
         ({"discopop_tau": 0.1}, "discopop_tau=0.1 has no effect"),

@@ -140,14 +140,6 @@ def test_bad_rows(row: dict[str, Any], message: str):
         rows_of([row])
 
 
-def test_streams_are_refused():
-    from datasets import IterableDataset
-
-    stream = IterableDataset.from_generator(lambda: iter(labelled(2)))
-    with pytest.raises(ConfigError, match="the train set is a stream, and labelled responses are not streamed yet"):
-        kto(rows=stream)
-
-
 # ---- mismatched rows -------------------------------------------------------------------------------------------------
 
 

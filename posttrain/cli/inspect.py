@@ -172,7 +172,7 @@ def _packing(rows: Rows, args: Any, method: str) -> Packing | None:
     from posttrain.data.packing import plan_bins
     from posttrain.data.sampling import Collator, RowItems, row_lengths
     from posttrain.report.survey import Packing
-    from posttrain.trainer.loading import make_items, pair_items, train_loader
+    from posttrain.trainer.loading import grouped_items, make_items, train_loader
 
     if not len(rows.prepared):
         return None
@@ -180,8 +180,8 @@ def _packing(rows: Rows, args: Any, method: str) -> Packing | None:
     if packs:
         items = typing.cast(RowItems, make_items(rows.prepared, args, args.packing, "train"))
     else:
-        items = pair_items(rows.prepared) if rows.per_row == 2 else RowItems(rows.prepared)
-    collator = Collator(args.share_prefixes is not False, grouped=rows.per_row == 2, own=method == "prm")
+        items = grouped_items(rows.prepared, rows.per_row)
+    collator = Collator(args.share_prefixes is not False, grouped=rows.per_row > 1, own=method == "prm")
     batches = [b["batch"] for b in islice(train_loader(items, args, collator), _BATCHES)]
     bins = items.bins if packs else None
     lengths = row_lengths(rows.prepared)

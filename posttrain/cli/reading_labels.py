@@ -84,26 +84,27 @@ class PairReader(Reader):
         cut, counts = cut_pair(pair, self.options)
         if counts.state != KEPT:
             fate = _PAIR_FATES[counts.state][1].format(limit=self.options.max_length)
-            return _pair_view(number, fate, [(x.ids, np.zeros(len(x.ids))) for x in pair])
+            return _pair_view(number, fate, self.options.sides, [(x.ids, np.zeros(len(x.ids))) for x in pair])
         lost = max(len(x.ids) - len(y.ids) for x, y in zip(pair, cut, strict=True)) - counts.prompt_cut
-        return _pair_view(number, _fate(counts.prompt_cut, lost), [(x.ids, x.weights) for x in cut])
+        return _pair_view(number, _fate(counts.prompt_cut, lost), self.options.sides, [(x.ids, x.weights) for x in cut])
 
     def details(self) -> dict[str, Any]:
         marks = "the tokens where the reward is read" if self.options.at_end else "trained tokens"
         weighted = "of responses" if self.options.at_end else "trained"
-        return {"per_row": 2, "writes": not self.options.at_end, "weighted": weighted, "marks": (marks, "")}
+        sides = len(self.options.sides)
+        return {"per_row": sides, "writes": not self.options.at_end, "weighted": weighted, "marks": (marks, "")}
 
 
-def _pair_view(number: int, fate: str, pair: Sequence[tuple[np.ndarray, np.ndarray]]) -> RowView:
-    """Two responses, and what both begin with: all, where they are the same."""
-    (a, _), (b, _) = pair
-    size = min(len(a), len(b))
-    same = a[:size] == b[:size]
+def _pair_view(number: int, fate: str, sides: Sequence[str], pair: Sequence[tuple[np.ndarray, np.ndarray]]) -> RowView:
+    """The responses, and what all begin with: all, where they are the same."""
+    size = min(len(ids) for ids, _ in pair)
+    first, weights = pair[0]
+    same = np.all([ids[:size] == first[:size] for ids, _ in pair], axis=0)
     apart = size if same.all() else int(np.argmin(same))
-    shared = Laid(a[:apart].tolist(), pair[0][1][:apart].tolist(), "both")
+    shared = Laid(first[:apart].tolist(), weights[:apart].tolist(), "both" if len(sides) == 2 else "all")
     parts = tuple(
         Laid(ids[apart:].tolist(), weights[apart:].tolist(), label, apart)
-        for label, (ids, weights) in zip(SIDES, pair, strict=True)
+        for label, (ids, weights) in zip(sides, pair, strict=True)
     )
     return RowView(number, fate, parts if any(part.ids for part in parts) else (), shared if apart else None)
 

@@ -49,6 +49,8 @@ COLUMNS: dict[DatasetType, frozenset[str]] = {
 }
 IMAGE_COLUMNS = ("images", "image", "pixel_values")
 CHAT_COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages")
+# What may hold messages; `reference` beside a pair.
+_OF_MESSAGES = (*CHAT_COLUMNS, "conversations", "reference")
 # Names of the speakers in ShareGPT files; templates know only the names on the right.
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 # Who may speak in any chat; the others where the template names them.
@@ -97,7 +99,7 @@ def refuse_images(example: Mapping[str, Any], columns: Iterable[str] = ()) -> No
     for column in IMAGE_COLUMNS:
         if column in columns or column in example:
             raise DataError(f"Column {column!r}: images are not supported: text only for now. Remove the column.")
-    for column in (*CHAT_COLUMNS, "conversations"):
+    for column in _OF_MESSAGES:
         for message in _messages_of(example.get(column)):
             parts = message.get("content")
             for part in parts if isinstance(parts, list) else ():
@@ -143,7 +145,7 @@ def maybe_convert_to_chatml(example: Mapping[str, Any]) -> dict[str, Any]:
     e.g. {"conversations": [{"from": "human", "value": "Hi"}]} -> {"messages": [{"role": "user", "content": "Hi"}]}
     """
     row = dict(example)
-    for column in (*CHAT_COLUMNS, "conversations"):
+    for column in _OF_MESSAGES:
         messages = row.get(column)
         if isinstance(messages, list) and any(isinstance(m, Mapping) and "from" in m for m in messages):
             row[column] = [_to_chatml(message) for message in messages]

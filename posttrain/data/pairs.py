@@ -1,6 +1,7 @@
-"""Preference rows → two sequences that start with one prompt, and what the loss needs of each.
+"""Preference rows → two sequences that start with one prompt, or three, and what the loss needs of each.
 
-Prepared, a pair is two rows, the chosen one first, each with its `values`: what `VALUES` names, one number each.
+Prepared, a pair is two rows, the chosen one first and then the rejected one, and where a loss learns from a third
+response that one last; each with its `values`: what `VALUES` names, one number each.
 """
 
 from __future__ import annotations
@@ -15,15 +16,20 @@ import numpy as np
 from posttrain.data.drafts import row_weight
 from posttrain.data.encode import Draft, Encoder
 from posttrain.data.formats import maybe_convert_to_chatml, refuse_images
-from posttrain.data.preference import maybe_extract_prompt
-from posttrain.data.rows import at_row, completion_draft, in_memory
+from posttrain.data.joining import is_stream
+from posttrain.data.preference import prompt_apart
+from posttrain.data.prepared import Plan, keep, opened
+from posttrain.data.rows import at_row, completion_draft
 from posttrain.errors import ConfigError, DataError, EmptyDataError
 
 VALUES = ("margin", "weight", "reference")
 """What comes with a sequence: the margin and the weight of its pair, and the log-probability of its response under the
-reference, NaN where it is not known."""
+reference, NaN where it is not known; 0 for a third response, which is compared with none."""
 
 TOKENIZED = ("prompt_ids", "chosen_ids", "rejected_ids")
+SIDES = ("chosen", "rejected")
+THIRD = "reference"
+"""The column of a third response, as TRL's TPO has it: the best one known, to be learned by likelihood."""
 _REFERENCES = ("ref_chosen_logps", "ref_rejected_logps")
 KEPT, EMPTY, EQUAL, LONG = 0, 1, 2, 3
 """What becomes of a pair: it is kept, a response is empty, both are the same, or it is longer than the limit."""
@@ -39,6 +45,12 @@ class PairOptions:
     references: str = ""  # and the log-probabilities under a reference
     drop_long: bool = False  # a pair that is longer than the limit is dropped instead of cut
     at_end: bool = False  # the last token of each response has weight 1, and no other
+    third: bool = False  # a loss learns from a third response
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """The columns of the responses."""
+        return (*SIDES, THIRD) if self.third else SIDES
 
 
 @dataclass
@@ -50,25 +62,32 @@ class PairReport:
     rows_kept: int = 0
     rows_empty: int = 0  # a response without a token
     rows_equal: int = 0  # chosen and rejected are the same tokens
+    third_equal: int = 0  # kept, and the third response is the same as one of the two
     rows_long: int = 0  # longer than the limit, where such pairs are not cut
     prompts_cut: int = 0
     responses_cut: int = 0
     tokens_cut: int = 0
     tokens: int = 0
     references: bool = False  # the rows bring log-probabilities under a reference
+    third_unread: bool = False  # they bring a third response, and no loss learns from it
 
-    def add(self, counts: Sequence[_Counts]) -> None:
-        for count in counts:
-            self.rows_in += 1
-            self.rows_empty += count.state == EMPTY
-            self.rows_equal += count.state == EQUAL
-            self.rows_long += count.state == LONG
-            if count.state == KEPT:
-                self.rows_kept += 1
-                self.prompts_cut += count.prompt_cut > 0
-                self.responses_cut += count.responses_cut
-                self.tokens_cut += count.tokens_cut
-                self.tokens += count.tokens
+    @staticmethod
+    def kept(found: Mapping[str, np.ndarray]) -> np.ndarray:
+        return found["state"] == KEPT
+
+    def add(self, found: Mapping[str, np.ndarray]) -> None:
+        """Count pairs, from the columns that `_Counts` names."""
+        state, kept = found["state"], self.kept(found)
+        self.rows_in += len(state)
+        self.rows_kept += int(kept.sum())
+        self.rows_empty += int((state == EMPTY).sum())
+        self.rows_equal += int((state == EQUAL).sum())
+        self.rows_long += int((state == LONG).sum())
+        self.third_equal += int(found["third_equal"].sum())
+        self.prompts_cut += int((found["prompt_cut"] > 0).sum())
+        self.responses_cut += int(found["responses_cut"].sum())
+        self.tokens_cut += int(found["tokens_cut"].sum())
+        self.tokens += int(found["tokens"].sum())
 
     def summary(self) -> str:
         """One line. e.g. "train: 9 of 10 pairs, 1200 tokens; 1 pair with equal responses dropped" """
@@ -83,6 +102,10 @@ class PairReport:
             parts.append(
                 f"{self.prompts_cut} prompts and {self.responses_cut} responses cut, {self.tokens_cut} tokens lost"
             )
+        if self.third_equal:
+            parts.append(f"{self.third_equal} whose column {THIRD!r} is one of the two responses kept")
+        if self.third_unread:
+            parts.append(f"column {THIRD!r} is not read: no loss learns from a third response")
         if self.references:
             parts.append("reference log-probabilities are the rows' own")
         return "; ".join(parts)
@@ -94,6 +117,7 @@ class _Counts(NamedTuple):
     responses_cut: int
     tokens_cut: int
     tokens: int
+    third_equal: int = 0
 
 
 class Tokens(NamedTuple):
@@ -111,79 +135,71 @@ class Tokens(NamedTuple):
 def prepare_pairs(
     dataset: Any, tokenizer: Any, options: PairOptions, num_proc: int | None = None, name: str = "train"
 ) -> tuple[Any, PairReport]:
-    """Return a data set with two rows a pair, chosen and rejected, in the columns `input_ids`, `weights`, `values` and
-    `source` (the row it came from), and the report.
+    """Return a data set with a row for each response of a pair (chosen, rejected, and the third where one is learned),
+    in the columns `input_ids`, `weights`, `values` and `source` (the row it came from), and the report.
 
-    Rows are `chosen` and `rejected` with or without `prompt`, as text or chats, or token ids (`prompt_ids`,
-    `chosen_ids`, `rejected_ids`); `margin`, `sample_weight`, and together `ref_chosen_logps` and `ref_rejected_logps`
-    are read where they are. A list of mappings is taken as a data set.
+    Rows are `chosen` and `rejected` (and `reference`) with or without `prompt`, as text or chats, or token ids
+    (`prompt_ids`, `chosen_ids`, `rejected_ids`, `reference_ids`); `margin`, `sample_weight`, and together
+    `ref_chosen_logps` and `ref_rejected_logps` are read where they are. A list of mappings is taken as a data set. A
+    stream stays one, of a row a pair, with a list for each response; its report fills as rows flow.
 
     e.g. {"prompt": "2+2=", "chosen": "4", "rejected": "5"} -> the ids of "2+2=4<eos>" and of "2+2=5<eos>"
-    Raises `DataError` naming row, column and fix, `ConfigError` for a stream and for columns that the options say have
-    no effect, and `EmptyDataError` when no pair is left.
+    Raises `DataError` naming row, column and fix, `ConfigError` for columns that the options say have no effect, and
+    `EmptyDataError` when no pair is left.
     """
-    prepared, report = counted_pairs(dataset, tokenizer, options, num_proc, name)
+    plan = _plan(dataset, tokenizer, options, num_proc, name)
+    prepared, report = plan.rows(), plan.report
+    if is_stream(prepared):
+        return prepared, report
     if not report.rows_kept:
         raise EmptyDataError(
             f"The {name} set: none of its {report.rows_in} pairs can be trained: {report.rows_empty} have an empty "
             f"response, in {report.rows_equal} chosen and rejected are equal, and {report.rows_long} are longer than "
             f"`max_length` {options.max_length}."
         )
-    return laid_pairs(prepared, name), report
+    return _laid(prepared, name), report
 
 
 def counted_pairs(
     dataset: Any, tokenizer: Any, options: PairOptions, num_proc: int | None = None, name: str = "train"
 ) -> tuple[Any, PairReport]:
-    """As `prepare_pairs`, but a row a pair, dropped ones included: the columns hold both responses, beside `state` and
-    what was cut."""
-    from datasets import IterableDataset
+    """As `prepare_pairs`, but a row a pair, dropped ones included: the columns hold the responses, beside `state` and
+    what was cut. Not of a stream."""
+    plan = _plan(dataset, tokenizer, options, num_proc, name)
+    return plan.counted_rows(), plan.report
 
-    if isinstance(dataset, IterableDataset):
-        raise ConfigError(
-            f"the {name} set is a stream, and pairs are not streamed yet; read it whole (`dataset_streaming` off), or "
-            "take(n) rows into a Dataset."
-        )
-    if isinstance(dataset, list):
-        dataset = in_memory(dataset, name)
-    first = next(iter(dataset), None)
-    if first is None:
-        raise EmptyDataError(f"The {name} set has no rows; check the file, the split and any filter.")
-    columns = list(dict.fromkeys([*(dataset.column_names or ()), *first]))
+
+def _plan(dataset: Any, tokenizer: Any, options: PairOptions, num_proc: int | None, name: str) -> Plan[PairReport]:
+    dataset, columns = opened(dataset, name)
     _check_columns(columns, options, name)
-    report = PairReport(name, references=_REFERENCES[0] in columns)
-    prepared = dataset.map(
-        PairPreparer(tokenizer, options, name),
-        batched=True,
-        with_indices=True,
-        remove_columns=columns,
-        features=_features(counted=True),
-        num_proc=num_proc,
-        desc=f"Preparing the {name} set",
-    )
-    counted = (np.asarray(prepared.data.column(field)).tolist() for field in _Counts._fields)
-    report.add([_Counts(*row) for row in zip(*counted, strict=True)])
-    return prepared, report
+    unread = not options.third and bool({THIRD, f"{THIRD}_ids"} & set(columns))
+    report = PairReport(name, references=_REFERENCES[0] in columns, third_unread=unread)
+    prepare, made = PairPreparer(tokenizer, options, name), _features(nested=True)
+    return Plan(dataset, columns, prepare, report, made, _Counts._fields, num_proc, name)
 
 
-def laid_pairs(prepared: Any, name: str = "train") -> Any:
-    """The pairs of `counted_pairs` that are kept, as two rows each."""
-    kept = np.asarray(prepared.data.column("state")) == KEPT
-    if not kept.all():
-        prepared = prepared.select(np.flatnonzero(kept))
+def laid_pairs(counted: Any, name: str = "train") -> Any:
+    """The pairs of `counted_pairs` that are kept, as a row a response."""
+    return _laid(keep(counted, PairReport.kept, _Counts._fields), name)
+
+
+def _laid(prepared: Any, name: str) -> Any:
+    from datasets import Features
+
     return prepared.map(
         _apart,
         batched=True,
         remove_columns=prepared.column_names,
-        features=_features(False),
+        features=Features(_features(nested=False)),
         desc=f"Laying out the {name} set",
     )
 
 
 def _apart(batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    """Pairs → rows, two each."""
+    """Pairs → rows, one a response."""
     out = {name: [row for pair in batch[name] for row in pair] for name in ("input_ids", "weights", "values")}
-    return {**out, "source": [source for source in batch["source"] for _ in _SIDES]}
+    pairs = zip(batch["source"], batch["values"], strict=True)
+    return {**out, "source": [source for source, values in pairs for _ in values]}
 
 
 def _check_columns(columns: Sequence[str], options: PairOptions, name: str) -> None:
@@ -193,7 +209,14 @@ def _check_columns(columns: Sequence[str], options: PairOptions, name: str) -> N
             raise ConfigError(f"The {name} set has the column {column!r}, and {why}; remove the column.")
     if len({*columns} & {*_REFERENCES}) == 1:
         raise DataError(f"The {name} set has one of the columns {list(_REFERENCES)}; give both, or none.")
-    if set(TOKENIZED) <= set(columns) or {"chosen", "rejected"} <= set(columns):
+    tokenized = set(TOKENIZED) <= set(columns)
+    third = f"{THIRD}_ids" if tokenized else THIRD
+    if options.third and third not in columns:
+        raise DataError(
+            f"The {name} set has no column {third!r}, and `loss_type` 'tpo' learns from a third response; add it, or "
+            "take 'cpo', or a mix of 'sigmoid' and 'sft'."
+        )
+    if tokenized or {*SIDES} <= set(columns):
         return
     raise DataError(
         f"The {name} set has the columns {list(columns)}, and pairs need 'chosen' and 'rejected' (with 'prompt', or "
@@ -201,14 +224,11 @@ def _check_columns(columns: Sequence[str], options: PairOptions, name: str) -> N
     )
 
 
-def _features(counted: bool) -> Any:
-    from datasets import Features, List, Value
+def _features(nested: bool) -> dict[str, Any]:
+    from datasets import List, Value
 
     of = {"input_ids": List(Value("int32")), "weights": List(Value("float32")), "values": List(Value("float32"))}
-    if not counted:
-        return Features({**of, "source": Value("int64")})
-    counts = {name: Value("int32") for name in _Counts._fields}
-    return Features({**{name: List(kind) for name, kind in of.items()}, "source": Value("int64"), **counts})
+    return {**({name: List(kind) for name, kind in of.items()} if nested else of), "source": Value("int64")}
 
 
 class PairPreparer:
@@ -220,11 +240,11 @@ class PairPreparer:
     def __call__(self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
         rows = [{column: values[at] for column, values in batch.items()} for at in range(len(indices))]
         found = self.encode(rows, indices)
-        values = [at_row(i, self.name, _values, row) for i, row in zip(indices, rows, strict=True)]
+        values = [at_row(i, self.name, self._values, row) for i, row in zip(indices, rows, strict=True)]
         cut, counts = [], []
         for pair in found:
-            both, count = cut_pair(pair, self.options)
-            cut.append(both)
+            whole, count = cut_pair(pair, self.options)
+            cut.append(whole)
             counts.append(count)
         out: dict[str, list[Any]] = {
             "input_ids": [[x.ids for x in pair] for pair in cut],
@@ -234,29 +254,32 @@ class PairPreparer:
         }
         return {**out, **{name: [getattr(count, name) for count in counts] for name in _Counts._fields}}
 
-    def encode(self, rows: list[dict[str, Any]], indices: Sequence[int]) -> list[tuple[Tokens, Tokens]]:
-        """Pairs before they are cut."""
+    def encode(self, rows: list[dict[str, Any]], indices: Sequence[int]) -> list[list[Tokens]]:
+        """The responses of each pair before they are cut."""
+        sides = self.options.sides
         if all(rows[0].get(name) is not None for name in TOKENIZED):
-            return [tuple(at_row(i, self.name, tokenized, row)) for i, row in zip(indices, rows, strict=True)]
+            names = ("prompt_ids", *(f"{side}_ids" for side in sides))
+            return [at_row(i, self.name, tokenized, row, names) for i, row in zip(indices, rows, strict=True)]
         drafts = [d for i, row in zip(indices, rows, strict=True) for d in at_row(i, self.name, self._drafts, row)]
         encoded = [bordered(ids, weights) for ids, weights in self.encoder.encode(drafts)]
-        return list(zip(encoded[::2], encoded[1::2], strict=True))
+        return [encoded[at : at + len(sides)] for at in range(0, len(encoded), len(sides))]
 
-    def _drafts(self, row: dict[str, Any]) -> tuple[Draft, Draft]:
-        row = maybe_convert_to_chatml(row)
-        for side in ("chosen", "rejected"):
+    def _drafts(self, row: dict[str, Any]) -> list[Draft]:
+        row, sides = maybe_convert_to_chatml(row), self.options.sides
+        for side in sides:
             if row.get(side) is None:
                 raise DataError(f"column {side!r} holds None; write a response in every row, or remove the row.")
-        refuse_images({k: row[k] for k in ("prompt", "chosen", "rejected") if k in row})
+        refuse_images({k: row[k] for k in ("prompt", *sides) if k in row})
         # A column that other rows fill is None here.
-        row |= maybe_extract_prompt({k: row[k] for k in ("prompt", *_SIDES) if row.get(k) is not None})
+        row |= prompt_apart({k: row[k] for k in ("prompt", *sides) if row.get(k) is not None}, sides)
         shared = {k: row[k] for k in ("prompt", "tools", "chat_template_kwargs") if row.get(k) is not None}
-        rows = (shared | {"completion": row[side]} for side in _SIDES)
-        chosen, rejected = (completion_draft(self.encoder, each, True, False) for each in rows)
-        return chosen, rejected
+        return [completion_draft(self.encoder, shared | {"completion": row[side]}, True, False) for side in sides]
 
-
-_SIDES = ("chosen", "rejected")
+    def _values(self, row: Mapping[str, Any]) -> list[list[float]]:
+        """[sides][3]: the numbers `VALUES` names, of each response."""
+        margin, weight = number(row, "margin", 0.0), row_weight(row)
+        references = [number(row, column, math.nan) for column in _REFERENCES]
+        return [[margin, weight, value] for value in (*references, *[0.0] * self.options.third)]
 
 
 def bordered(ids: np.ndarray, weights: np.ndarray) -> Tokens:
@@ -284,31 +307,32 @@ def tokenized(row: Mapping[str, Any], names: Sequence[str] = TOKENIZED) -> list[
     ]
 
 
-def cut_pair(pair: tuple[Tokens, Tokens], options: PairOptions) -> tuple[tuple[Tokens, Tokens], _Counts]:
-    """Cut a pair to the limit. The prompt gives way first, at its start and for both alike, down to one token; a
-    response has what the prompt leaves, whatever its twin has.
+def cut_pair(pair: Sequence[Tokens], options: PairOptions) -> tuple[list[Tokens], _Counts]:
+    """Cut a pair, or three, to the limit. The prompt gives way first, at its start and for all alike, down to one
+    token; a response has what the prompt leaves, whatever the others have.
 
     e.g. limit 10, prompt of 8, responses of 4 and 2 -> prompts of 6, responses of 4 and 2
     """
     limit = options.max_length
     if min(x.response for x in pair) == 0:
-        return _nothing(EMPTY)
+        return _nothing(EMPTY, len(pair))
     if np.array_equal(pair[0].ids, pair[1].ids):
-        return _nothing(EQUAL)
+        return _nothing(EQUAL, len(pair))
     if options.drop_long and limit is not None and max(len(x.ids) for x in pair) > limit:
-        return _nothing(LONG)
+        return _nothing(LONG, len(pair))
     prompt_cut = prompt_excess(pair, limit)
     cut = [cut_response(x, prompt_cut, options) for x in pair]
     lost = [len(x.ids) - len(y.ids) for x, y in zip(pair, cut, strict=True)]
     responses_cut = sum(each > prompt_cut for each in lost)
     if not all(x.weights.any() for x in cut):
-        return _nothing(EMPTY)
+        return _nothing(EMPTY, len(pair))
     if np.array_equal(cut[0].ids, cut[1].ids):
-        return _nothing(EQUAL)
+        return _nothing(EQUAL, len(pair))
     if options.at_end:
         cut = [x._replace(weights=np.eye(1, len(x.ids), len(x.ids) - 1, dtype=np.float32)[0]) for x in cut]
-    counts = _Counts(KEPT, prompt_cut, responses_cut, sum(lost), sum(len(x.ids) for x in cut))
-    return (cut[0], cut[1]), counts
+    third_equal = any(np.array_equal(x.ids, third.ids) for third in cut[2:] for x in cut[:2])
+    counts = _Counts(KEPT, prompt_cut, responses_cut, sum(lost), sum(len(x.ids) for x in cut), int(third_equal))
+    return cut, counts
 
 
 def prompt_excess(responses: Sequence[Tokens], limit: int | None) -> int:
@@ -331,15 +355,9 @@ def cut_response(x: Tokens, prompt_cut: int, options: PairOptions) -> Tokens:
     return Tokens(x.ids[keep], weights, x.border - prompt_cut)
 
 
-def _nothing(state: int) -> tuple[tuple[Tokens, Tokens], _Counts]:
+def _nothing(state: int, sides: int) -> tuple[list[Tokens], _Counts]:
     none = Tokens(np.zeros(0, np.int32), np.zeros(0, np.float32), 0)
-    return (none, none), _Counts(state, 0, 0, 0, 0)
-
-
-def _values(row: Mapping[str, Any]) -> list[list[float]]:
-    """[2][3]: the numbers `VALUES` names, of chosen and rejected."""
-    margin, weight = number(row, "margin", 0.0), row_weight(row)
-    return [[margin, weight, number(row, f"ref_{side}_logps", math.nan)] for side in _SIDES]
+    return [none] * sides, _Counts(state, 0, 0, 0, 0)
 
 
 def number(row: Mapping[str, Any], column: str, default: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.data.formats import is_conversational
@@ -17,15 +17,20 @@ def extract_prompt(example: Mapping[str, Any]) -> dict[str, Any]:
       -> {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."}
     Raises `DataError` when the two are not of one kind.
     """
-    chosen, rejected = example["chosen"], example["rejected"]
-    if isinstance(chosen, str) != isinstance(rejected, str):
-        raise DataError("One of 'chosen' and 'rejected' is text and the other a chat; write both alike.")
-    is_text = isinstance(chosen, str)
-    limit = min(len(chosen), len(rejected)) - (not is_text)
-    end = next((i for i in range(limit) if chosen[i] != rejected[i]), max(limit, 0))
+    return _split(example, ("chosen", "rejected"))
+
+
+def _split(example: Mapping[str, Any], sides: Sequence[str]) -> dict[str, Any]:
+    first, *others = answers = [example[side] for side in sides]
+    for side, other in zip(sides[1:], others, strict=True):
+        if isinstance(first, str) != isinstance(other, str):
+            raise DataError(f"One of {sides[0]!r} and {side!r} is text and the other a chat; write both alike.")
+    is_text = isinstance(first, str)
+    limit = min(map(len, answers)) - (not is_text)
+    end = next((i for i in range(limit) if any(first[i] != other[i] for other in others)), max(limit, 0))
     if is_text:
-        end = len(chosen[:end].rstrip(" "))
-    return {"prompt": chosen[:end], "chosen": chosen[end:], "rejected": rejected[end:]}
+        end = len(first[:end].rstrip(" "))
+    return {"prompt": first[:end], **{side: answer[end:] for side, answer in zip(sides, answers, strict=True)}}
 
 
 def maybe_extract_prompt(example: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,11 +40,16 @@ def maybe_extract_prompt(example: Mapping[str, Any]) -> dict[str, Any]:
     """
     if "chosen" not in example or "rejected" not in example:
         return dict(example)
+    return prompt_apart(example, ("chosen", "rejected"))
+
+
+def prompt_apart(example: Mapping[str, Any], sides: Sequence[str]) -> dict[str, Any]:
+    """As `maybe_extract_prompt`, of two or more answers, the columns `sides`."""
     if "prompt" in example:
-        prompt, chosen = (is_conversational({"prompt": example[name]}) for name in ("prompt", "chosen"))
-        if prompt == chosen:
+        prompt, answer = (is_conversational({"prompt": example[name]}) for name in ("prompt", sides[0]))
+        if prompt == answer:
             return dict(example)
-    return extract_prompt(example)
+    return _split(example, sides)
 
 
 def unpair_preference_dataset(dataset: Any, **map_kwargs: Any) -> Any:

@@ -194,6 +194,7 @@ class _Preparer:
         self.name = name
         self.report = report
         self.known: frozenset[str] | None = None  # columns of a stream that are taken away
+        self.seen = 0  # rows of a stream that were counted: it may begin again
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
         whole, weighed = self._encoded(batch, indices)
@@ -220,8 +221,11 @@ class _Preparer:
             counts[name] = [left.pop(index, 0) for index, _ in made]
         if self.report is None:
             return out | counts
-        self.report.add_weighed(*(counts[name] for name in WEIGHED))
-        self.report.add(states, counts["cut"], counts["tokens"], counts["targets"], out["source"])
+        fresh = np.asarray(out["source"], dtype=np.int64) >= self.seen
+        self.seen = max(self.seen, indices[-1] + 1)
+        self.report.add_weighed(*(np.asarray(counts[name])[fresh] for name in WEIGHED))
+        columns = (states, counts["cut"], counts["tokens"], counts["targets"], out["source"])
+        self.report.add(*(np.asarray(values)[fresh] for values in columns))
         # A stream hands on what it is given, and rows are lists everywhere else.
         out |= {name: [values.tolist() for values in out[name]] for name in ("input_ids", "weights")}
         kept = {

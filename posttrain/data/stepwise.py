@@ -15,8 +15,10 @@ from posttrain.data.chat import template_of
 from posttrain.data.drafts import row_weight
 from posttrain.data.encode import Draft, Encoder
 from posttrain.data.formats import check_chat, check_steps, maybe_convert_to_chatml, refuse_images
-from posttrain.data.rows import at_row, in_memory
-from posttrain.errors import ConfigError, DataError, EmptyDataError
+from posttrain.data.joining import is_stream
+from posttrain.data.prepared import Plan, keep, opened
+from posttrain.data.rows import at_row
+from posttrain.errors import DataError, EmptyDataError
 
 TOKENIZED = ("input_ids", "labels")
 _IGNORED = -100
@@ -44,6 +46,19 @@ class StepReport:
     correct: int = 0  # of them
     steps_cut: int = 0  # that end beyond the limit, of all rows
     tokens: int = 0
+
+    @staticmethod
+    def kept(found: Mapping[str, np.ndarray]) -> np.ndarray:
+        return found["steps"] > 0
+
+    def add(self, found: Mapping[str, np.ndarray]) -> None:
+        """Count rows, from the columns that `_COUNTS` names."""
+        self.rows_in += len(found["steps"])
+        self.rows_kept += int(self.kept(found).sum())
+        self.steps += int(found["steps"].sum())
+        self.correct += int(found["correct"].sum())
+        self.steps_cut += int(found["steps_cut"].sum())
+        self.tokens += int(found["tokens"].sum())
 
     def summary(self) -> str:
         """One line. e.g. "train: 9 of 10 rows, 1200 tokens; 40 steps, 31 correct; 4 steps beyond the limit dropped" """
@@ -75,69 +90,53 @@ def prepare_steps(
     Rows are `prompt` (text or a chat), `completions` (the steps) and `labels` (whether each is correct); or `input_ids`
     with `labels`, 1 or 0 where a step ends and -100 elsewhere. `sample_weight` is read where it is. Prompt, steps and
     separators are tokenized apart, so the ids of the first steps do not depend on those that follow. A step that ends
-    beyond the limit is dropped and counted. A list of mappings is taken as a data set.
+    beyond the limit is dropped and counted. A list of mappings is taken as a data set. A stream stays one; its report
+    fills as rows flow.
 
     e.g. {"prompt": "3*4+1=", "completions": ["3*4=12", "12+1=14"], "labels": [True, False]}, separator "\\n" -> the
     ids of "3*4+1=3*4=12\\n12+1=14\\n", weight 1 at the first "\\n" and -1 at the second
-    Raises `DataError` naming row, column and fix, `ConfigError` for a stream, and `EmptyDataError` when no row is left.
+    Raises `DataError` naming row, column and fix, and `EmptyDataError` when no row is left.
     """
-    prepared, report = counted_steps(dataset, tokenizer, options, num_proc, name)
-    if not report.rows_kept:
+    plan = _plan(dataset, tokenizer, options, num_proc, name)
+    prepared, report = plan.rows(), plan.report
+    if not is_stream(prepared) and not report.rows_kept:
         raise EmptyDataError(
             f"The {name} set: in none of its {report.rows_in} rows is a step left to train: {report.steps_cut} steps "
             f"end beyond `max_length` {options.max_length} or `max_completion_length` {options.max_completion_length}, "
             "and rows of `sample_weight` 0 have none."
         )
-    return laid_steps(prepared), report
+    return prepared, report
 
 
 def counted_steps(
     dataset: Any, tokenizer: Any, options: StepOptions, num_proc: int | None = None, name: str = "train"
 ) -> tuple[Any, StepReport]:
-    """As `prepare_steps`, but with the dropped rows, and beside each row its steps and those that were cut."""
-    from datasets import IterableDataset
+    """As `prepare_steps`, but with the dropped rows, and beside each row its steps and those that were cut. Not of a
+    stream."""
+    plan = _plan(dataset, tokenizer, options, num_proc, name)
+    return plan.counted_rows(), plan.report
 
-    if isinstance(dataset, IterableDataset):
-        raise ConfigError(
-            f"the {name} set is a stream, and labelled steps are not streamed yet; read it whole "
-            "(`dataset_streaming` off), or take(n) rows into a Dataset."
-        )
-    if isinstance(dataset, list):
-        dataset = in_memory(dataset, name)
-    if next(iter(dataset), None) is None:
-        raise EmptyDataError(f"The {name} set has no rows; check the file, the split and any filter.")
-    columns = list(dataset.column_names)
+
+def laid_steps(counted: Any) -> Any:
+    """The rows of `counted_steps` that are kept."""
+    return keep(counted, StepReport.kept, _COUNTS)
+
+
+def _plan(dataset: Any, tokenizer: Any, options: StepOptions, num_proc: int | None, name: str) -> Plan[StepReport]:
+    dataset, columns = opened(dataset, name)
     if not ({"prompt", "completions", "labels"} <= {*columns} or set(TOKENIZED) <= {*columns}):
         raise DataError(
             f"The {name} set has the columns {columns}, and rows need 'prompt', 'completions' (a list of steps) and "
             "'labels' (true or false for each), or 'input_ids' and 'labels'."
         )
-    prepared = dataset.map(
-        StepPreparer(tokenizer, options, name),
-        batched=True,
-        with_indices=True,
-        remove_columns=columns,
-        features=_features(),
-        num_proc=num_proc,
-        desc=f"Preparing the {name} set",
-    )
-    steps, correct, cut, tokens = (np.asarray(prepared.data.column(each)) for each in _COUNTS)
-    kept = int((steps > 0).sum())
-    return prepared, StepReport(
-        name, len(steps), kept, int(steps.sum()), int(correct.sum()), int(cut.sum()), int(tokens.sum())
-    )
+    prepare = StepPreparer(tokenizer, options, name)
+    return Plan(dataset, columns, prepare, StepReport(name), _features(), _COUNTS, num_proc, name)
 
 
-def laid_steps(prepared: Any) -> Any:
-    """The rows of `counted_steps` that are kept."""
-    return prepared.select(np.flatnonzero(prepared.data.column("steps"))).remove_columns(list(_COUNTS))
+def _features() -> dict[str, Any]:
+    from datasets import List, Value
 
-
-def _features() -> Any:
-    from datasets import Features, List, Value
-
-    of = {"input_ids": List(Value("int32")), "weights": List(Value("float32")), "source": Value("int64")}
-    return Features({**of, **{name: Value("int32") for name in _COUNTS}})
+    return {"input_ids": List(Value("int32")), "weights": List(Value("float32")), "source": Value("int64")}
 
 
 class StepPreparer:

@@ -14,17 +14,16 @@ from posttrain.data.packing import has_targets, plan_bins
 from posttrain.data.sampling import Item, refuse_long_rows, refuse_unknown_ids
 from posttrain.types import Row
 
-Sourced = tuple[Row, int]
-
 
 class RowReader:
-    """Prepared rows of a stream in the order they are used, drawn from a window of `window` rows when it is above 0.
+    """Items of a stream of prepared rows, one a row, in the order they are used, drawn from a window of `window` of
+    them when it is above 0.
 
     At the end of the stream the next pass begins when `start` is called; each pass is shuffled on its own. At most
     `window` rows are held. A row drawn is replaced by the next one of the stream, so that memory is bounded.
     """
 
-    def __init__(self, rows: Any, parse: Callable[[dict[str, Any]], Sourced], window: int, seed: int) -> None:
+    def __init__(self, rows: Any, parse: Callable[[dict[str, Any]], Item], window: int, seed: int) -> None:
         self.rows, self.parse, self.window, self.seed = rows, parse, window, seed
         self.read = 0  # rows taken from the stream in this pass
         self.start(0)
@@ -33,16 +32,16 @@ class RowReader:
         """Begin a pass over the stream."""
         self.passed = number
         self.read, self.ended = 0, False
-        self.held: list[Sourced] = []
+        self.held: list[Item] = []
         self.draw = np.random.default_rng((self.seed, number))
         self.rows.load_state_dict({})  # whatever was loaded for an earlier run
         self.rows.set_epoch(number)
         self._rows = iter(self.rows)
 
-    def __iter__(self) -> Iterator[Sourced]:
+    def __iter__(self) -> Iterator[Item]:
         return self
 
-    def __next__(self) -> Sourced:
+    def __next__(self) -> Item:
         if not self.window:
             return self._take()
         while len(self.held) < self.window and not self.ended:
@@ -56,7 +55,7 @@ class RowReader:
         self.held[at], self.held[-1] = self.held[-1], self.held[at]
         return self.held.pop()
 
-    def _take(self) -> Sourced:
+    def _take(self) -> Item:
         row = next(self._rows)
         self.read += 1
         return self.parse(row)
@@ -110,7 +109,8 @@ class StreamItems(IterableDataset):
     """Micro-batches of a stream of prepared rows; the stream starts again when it ends.
 
     Every rank reads the whole stream and keeps its own part, so any number of ranks uses the rows in the same order.
-    With a capacity, bins are packed over `buffer` rows at a time. `shuffle_window`: see `RowReader`.
+    With a capacity, bins are packed over `buffer` rows at a time. `grouped`: a row of the stream is the sequences of a
+    pair, and its columns hold a list for each. `shuffle_window`: see `RowReader`. `report`: what is counted of rows.
 
     The cursor is a place in the stream and how many items were used since: bins are planned again from there.
     """
@@ -128,11 +128,14 @@ class StreamItems(IterableDataset):
         shuffle_window: int = 0,
         seed: int = 0,
         made_of: dict[str, Any] | None = None,
+        grouped: bool = False,
+        report: Any = None,
     ) -> None:
         self.made_of = made_of or {}  # what `opening_fingerprint` may not show: {name: value}
         self.rows, self.batch_size, self.world_size, self.rank = rows, batch_size, world_size, rank
         self.capacity, self.strategy, self.buffer, self.on_empty = capacity, strategy, buffer, on_empty
         self.shuffle_window, self.seed = shuffle_window, seed
+        self.grouped, self.report = grouped, report
         self.vocabulary: int | None = None  # how many token ids the model knows, once it is loaded
         self.positions: int | None = None  # tokens of the longest row it can take
         self._place: Callable[[], dict[str, Any]] | None = None  # a place in the stream
@@ -154,11 +157,16 @@ class StreamItems(IterableDataset):
         in them. Not while the stream is read."""
         found = xxhash.xxh3_128()
         for row in itertools.islice(iter(self.rows), rows):
-            found.update(repr((list(row["input_ids"]), list(row["weights"]))).encode())
+            values = [row["values"]] if "values" in row else []
+            found.update(repr((list(row["input_ids"]), list(row["weights"]), *values)).encode())
         return found.hexdigest()
 
+    def first(self, count: int) -> list[Item]:
+        """The first items. Not while the stream is read."""
+        return [self._item(row) for row in itertools.islice(iter(self.rows), count)]
+
     def __iter__(self) -> Iterator[list[Item]]:
-        reader = RowReader(self.rows, self._row, self.shuffle_window, self.seed)
+        reader = RowReader(self.rows, self._item, self.shuffle_window, self.seed)
         used, resumed, self._resumed = 0, self._resumed, None
         if resumed is not None:
             cursor, micro_batches = resumed
@@ -186,27 +194,34 @@ class StreamItems(IterableDataset):
     def _items(self, reader: RowReader, used: int) -> Iterator[Item]:
         """Items from where the reader stands; of the first `used` it is known that they were used before."""
         if self.capacity is None:
-            for row in reader:
+            for item in reader:
                 self._mark(reader.state_dict, -1)
-                yield [row]
+                yield item
             return
         while True:
             place = reader.state_dict()
-            held = list(itertools.islice(reader, self.buffer))
+            held = [row for item in itertools.islice(reader, self.buffer) for row in item]
             if not held:
                 return
             self._mark(lambda place=place: place, used)
             used = 0
             yield from self._bins(held)
 
-    def _row(self, row: dict[str, Any]) -> Sourced:
+    def _item(self, row: dict[str, Any]) -> Item:
+        parts = ("input_ids", "weights", *(["values"] if "values" in row else []))
+        columns = [row[part] if self.grouped else [row[part]] for part in parts]
+        rows = [
+            Row(list(ids), list(weights), *map(tuple, values)) for ids, weights, *values in zip(*columns, strict=True)
+        ]
+        where = f"row {row['source']}: "
         if self.vocabulary is not None:
-            refuse_unknown_ids(min(row["input_ids"]), max(row["input_ids"]), self.vocabulary, f"row {row['source']}: ")
+            ids = [i for each in rows for i in each.input_ids]
+            refuse_unknown_ids(min(ids), max(ids), self.vocabulary, where)
         if self.capacity is None or self.capacity > (self.positions or self.capacity):
-            refuse_long_rows([len(row["input_ids"])], self.positions, f"row {row['source']}: ")
-        return Row(list(row["input_ids"]), list(row["weights"])), int(row["source"])
+            refuse_long_rows([len(each.input_ids) for each in rows], self.positions, where)
+        return [(each, int(row["source"])) for each in rows]
 
-    def _bins(self, held: list[Sourced]) -> Iterator[Item]:
+    def _bins(self, held: Item) -> Iterator[Item]:
         assert self.capacity is not None
         for pieces in plan_bins([len(row.input_ids) for row, _ in held], self.capacity, self.strategy):
             item = []

@@ -15,9 +15,11 @@ import numpy as np
 from posttrain.data.drafts import row_weight
 from posttrain.data.encode import Encoder
 from posttrain.data.formats import maybe_convert_to_chatml, refuse_images
+from posttrain.data.joining import is_stream
 from posttrain.data.pairs import PairOptions, Tokens, bordered, cut_response, number, prompt_excess, tokenized
 from posttrain.data.preference import maybe_extract_prompt, unpair_preference_dataset
-from posttrain.data.rows import at_row, completion_draft, in_memory
+from posttrain.data.prepared import Plan, keep, opened
+from posttrain.data.rows import STREAM_BATCH, at_row, completion_draft
 from posttrain.errors import ConfigError, DataError, EmptyDataError
 
 VALUES = ("desirable", "weight", "reference")
@@ -35,6 +37,7 @@ class UnpairedReport:
 
     name: str = "train"
     pairs: int = 0  # pairs of which two rows were made each
+    paired: bool = False  # whether the rows are made of pairs
     rows_in: int = 0
     rows_kept: int = 0
     rows_empty: int = 0  # a response without a token
@@ -45,6 +48,24 @@ class UnpairedReport:
     tokens_cut: int = 0
     tokens: int = 0
     references: bool = False  # the rows bring log-probabilities under a reference
+
+    @staticmethod
+    def kept(found: Mapping[str, np.ndarray]) -> np.ndarray:
+        return found["kept"] > 0
+
+    def add(self, found: Mapping[str, np.ndarray]) -> None:
+        """Count rows, from the columns that `_COUNTS` names."""
+        kept = self.kept(found)
+        self.rows_in += len(kept)
+        self.rows_kept += int(kept.sum())
+        self.rows_empty = self.rows_in - self.rows_kept
+        self.pairs = self.rows_in // 2 if self.paired else 0
+        self.desirable += int((kept & (found["label"] > 0)).sum())
+        self.undesirable = self.rows_kept - self.desirable
+        self.prompts_cut += int((found["prompt_cut"] > 0).sum())
+        self.responses_cut += int((found["response_cut"] > 0).sum())
+        self.tokens_cut += int(found["prompt_cut"].sum() + found["response_cut"].sum())
+        self.tokens += int(found["tokens"].sum())
 
     def summary(self) -> str:
         """One line. e.g. "train: 9 of 10 rows, 1200 tokens; 5 desirable, 4 not; 1 with an empty response dropped" """
@@ -73,56 +94,51 @@ def prepare_unpaired(
 
     Rows are `prompt`, `completion` and a boolean `label`, as text or chats, or token ids (`prompt_ids`,
     `completion_ids`); or pairs, with or without `prompt`. `sample_weight` and `ref_logps` are read where they are. A
-    list of mappings is taken as a data set. The prompt gives way first, as in `posttrain.data.pairs.cut_pair`.
+    list of mappings is taken as a data set. A stream stays one; its report fills as rows flow. The prompt gives way
+    first, as in `posttrain.data.pairs.cut_pair`.
 
     e.g. {"prompt": "2+2=", "completion": "4", "label": True} -> the ids of "2+2=4<eos>", values [1.0, 1.0, nan]
-    Raises `DataError` naming row, column and fix, `ConfigError` for a stream, and `EmptyDataError` when no row is left.
+    Raises `DataError` naming row, column and fix, `ConfigError` for columns that the options say have no effect, and
+    `EmptyDataError` when no row is left.
     """
-    from datasets import IterableDataset
-
-    if isinstance(dataset, IterableDataset):
-        raise ConfigError(
-            f"the {name} set is a stream, and labelled responses are not streamed yet; read it whole "
-            "(`dataset_streaming` off), or take(n) rows into a Dataset."
-        )
-    if isinstance(dataset, list):
-        dataset = in_memory(dataset, name)
-    if next(iter(dataset), None) is None:
-        raise EmptyDataError(f"The {name} set has no rows; check the file, the split and any filter.")
-    pairs = 0
-    if {"chosen", "rejected"} <= {*dataset.column_names}:
-        pairs = len(dataset)
-        dataset = unpair_preference_dataset(dataset.map(with_prompt, desc=f"Reading the {name} pairs"))
-    prepared, report = counted_rows(dataset, tokenizer, options, num_proc, name)
-    report.pairs = pairs
-    if not report.rows_kept:
+    dataset, columns = opened(dataset, name)
+    paired = {"chosen", "rejected"} <= {*columns}
+    if paired:
+        shown = {} if is_stream(dataset) else {"desc": f"Reading the {name} pairs"}
+        dataset = dataset.map(_at_pair, with_indices=True, fn_kwargs={"name": name}, **shown)
+        # As few at a time whole as streamed, so that the order is one.
+        dataset = unpair_preference_dataset(dataset, batch_size=STREAM_BATCH)
+    plan = _plan(dataset, tokenizer, options, num_proc, name)
+    plan.report.paired = paired
+    prepared, report = plan.rows(), plan.report
+    if not is_stream(prepared) and not report.rows_kept:
         raise EmptyDataError(f"The {name} set: all of its {report.rows_in} rows have an empty response.")
-    return laid_rows(prepared), report
+    return prepared, report
 
 
 def counted_rows(
     dataset: Any, tokenizer: Any, options: PairOptions, num_proc: int | None = None, name: str = "train"
 ) -> tuple[Any, UnpairedReport]:
-    """As `prepare_unpaired` for rows that are no pairs, but with the dropped ones, and beside each what was cut."""
-    columns = list(dataset.column_names)
+    """As `prepare_unpaired` for rows that are no pairs, but with the dropped ones, and beside each what was cut. Not of
+    a stream."""
+    plan = _plan(dataset, tokenizer, options, num_proc, name)
+    return plan.counted_rows(), plan.report
+
+
+def _plan(dataset: Any, tokenizer: Any, options: PairOptions, num_proc: int | None, name: str) -> Plan[UnpairedReport]:
+    dataset, columns = opened(dataset, name)
     _check_columns(columns, options, name)
-    report = UnpairedReport(name, references=_REFERENCE in columns)
-    prepared = dataset.map(
-        UnpairedPreparer(tokenizer, options, name),
-        batched=True,
-        with_indices=True,
-        remove_columns=columns,
-        features=_features(),
-        num_proc=num_proc,
-        desc=f"Preparing the {name} set",
-    )
-    _count(prepared, report)
-    return prepared, report
+    report, prepare = UnpairedReport(name, references=_REFERENCE in columns), UnpairedPreparer(tokenizer, options, name)
+    return Plan(dataset, columns, prepare, report, _features(), _COUNTS, num_proc, name)
 
 
-def laid_rows(prepared: Any) -> Any:
+def _at_pair(row: dict[str, Any], index: int, name: str) -> dict[str, Any]:
+    return at_row(index, name, with_prompt, row)
+
+
+def laid_rows(counted: Any) -> Any:
     """The rows of `counted_rows` that are kept."""
-    return prepared.select(np.flatnonzero(prepared.data.column("kept"))).remove_columns(list(_COUNTS))
+    return keep(counted, UnpairedReport.kept, _COUNTS)
 
 
 def with_prompt(row: dict[str, Any]) -> dict[str, Any]:
@@ -132,17 +148,6 @@ def with_prompt(row: dict[str, Any]) -> dict[str, Any]:
     if not {"chosen", "rejected"} <= set(sides):
         raise DataError("a pair holds None for 'chosen' or 'rejected'; write both in every row, or remove the row.")
     return row | maybe_extract_prompt(sides)
-
-
-def _count(prepared: Any, report: UnpairedReport) -> None:
-    kept, prompt_cut, response_cut, tokens, label = (np.asarray(prepared.data.column(each)) for each in _COUNTS)
-    kept = kept.astype(bool)
-    report.rows_in, report.rows_kept = len(kept), int(kept.sum())
-    report.rows_empty = report.rows_in - report.rows_kept
-    report.desirable = int((kept & (label > 0)).sum())
-    report.undesirable = report.rows_kept - report.desirable
-    report.prompts_cut, report.responses_cut = int((prompt_cut > 0).sum()), int((response_cut > 0).sum())
-    report.tokens_cut, report.tokens = int(prompt_cut.sum() + response_cut.sum()), int(tokens.sum())
 
 
 def _check_columns(columns: Sequence[str], options: PairOptions, name: str) -> None:
@@ -159,11 +164,11 @@ def _check_columns(columns: Sequence[str], options: PairOptions, name: str) -> N
         )
 
 
-def _features() -> Any:
-    from datasets import Features, List, Value
+def _features() -> dict[str, Any]:
+    from datasets import List, Value
 
     of = {"input_ids": List(Value("int32")), "weights": List(Value("float32")), "values": List(Value("float32"))}
-    return Features({**of, "source": Value("int64"), **{name: Value("int32") for name in _COUNTS}})
+    return {**of, "source": Value("int64")}
 
 
 class UnpairedPreparer:

@@ -256,3 +256,15 @@ class BEMACallback(TrainerCallback):
         if kwargs.get("processing_class") is not None:
             kwargs["processing_class"].save_pretrained(folder)
         say(f"BEMA: saved to {folder}")
+
+
+class StreamCount(TrainerCallback):
+    """Says at the end of training what became of the rows of a stream that were read. report: their counts."""
+
+    def __init__(self, report: Any) -> None:
+        self._report = report
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        say(f"as far as the stream was read: {self._report.summary()}")

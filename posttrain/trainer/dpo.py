@@ -16,17 +16,17 @@ from posttrain.errors import ConfigError
 from posttrain.loss.preference import mix
 from posttrain.loss.reweight import wpo_pair_weights, wpo_weights
 from posttrain.model.handle import score_tokens
-from posttrain.parallel.ranks import say
 from posttrain.trainer.config import BaseConfig, load_options
 from posttrain.trainer.engine import Engine
-from posttrain.trainer.loading import pair_items
+from posttrain.trainer.loading import unpacked_items
 from posttrain.trainer.opening import config_of, open_run, refuse_given
-from posttrain.trainer.options import check_references, pair_options
+from posttrain.trainer.options import check_references, made_of, pair_options
 from posttrain.trainer.pairs import (
     PairExperience,
     PairLossFields,
     RunningMean,
     matched,
+    of_pairs,
     pair_metrics,
     pairs_of,
     with_tail_weights,
@@ -149,12 +149,11 @@ class DPOTrainer(Engine):
 
     # ---- rows → items ------------------------------------------------------------------------------------------------
 
-    def _items(self, tokenizer: Any, dataset: Any, name: str) -> RowItems:
+    def _items(self, tokenizer: Any, dataset: Any, name: str) -> Any:
         config = self._config
         rows, report = prepare_pairs(dataset, tokenizer, pair_options(config), config.dataset_num_proc, name)
-        say(report.summary())
         self.given_reference = self.given_reference or report.references
-        items = pair_items(rows)
+        items = unpacked_items(rows, report, config, name, made_of(dataset, config, tokenizer), config.sides)
         self.data_summary = {**self.data_summary, name: summarize(report, items, None)}
         return items
 
@@ -175,7 +174,8 @@ class DPOTrainer(Engine):
         if partners or learns:
             own = [scored_sums(lambda piece: score_tokens(policy, piece), exp.batch, *place) for exp in found]
             if learns:
-                rewards = [config.beta * (sums - exp.reference) for sums, exp in zip(own, found, strict=True)]
+                pairs = zip(own, found, strict=True)
+                rewards = [config.beta * of_pairs(sums - exp.reference, exp.batch).flatten() for sums, exp in pairs]
                 self.delta.add(torch.cat(rewards), self.args.device)
             found = matched(found, own, config.compares) if partners else found
         return [replace(exp, delta=self.delta.value) for exp in found]
@@ -187,11 +187,11 @@ class DPOTrainer(Engine):
         config, batch = self._config, exp.batch
         request = ScoreRequest(entropy=self.measuring, log_collision=config.use_weighting, aux_loss=self.balancing)
         scores = model(token_batch=batch, score_request=request)
-        pairs = pairs_of(scores.logps, exp, pair_values(batch, "margin"), config.compares)
+        pairs = pairs_of(scores.logps, exp, pair_values(batch, "margin"), config)
         weights = pair_values(batch, "weight")
         if scores.log_collision is not None:
             likely = wpo_weights(scores.logps, scores.log_collision, batch.sequence, batch.num_sequences)
-            weights = weights * wpo_pair_weights(*likely.view(-1, 2).unbind(1))
+            weights = weights * wpo_pair_weights(*of_pairs(likely, batch).unbind(1))
         losses, each = mix(config.loss_type, pairs, config.options(), config.loss_weights, weights)
         metrics = pair_metrics(pairs, config.beta, each if len(each) > 1 else {}, scores.entropy)
         return LossOutput(losses.sum(), metrics, scores.aux_loss)

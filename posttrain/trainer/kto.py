@@ -15,11 +15,11 @@ from posttrain.data.unpaired import prepare_unpaired
 from posttrain.loss.reduce import sequence_lengths, sequence_sums
 from posttrain.loss.unpaired import UNPAIRED, Unpaired
 from posttrain.model.handle import score_tokens
-from posttrain.parallel.ranks import say
 from posttrain.trainer.config import BaseConfig, load_options
 from posttrain.trainer.engine import Engine
+from posttrain.trainer.loading import first_items, unpacked_items
 from posttrain.trainer.opening import config_of, open_run, refuse_given
-from posttrain.trainer.options import check_references, check_unpaired_window, unpaired_options
+from posttrain.trainer.options import check_references, check_unpaired_window, made_of, unpaired_options
 from posttrain.trainer.pairs import RunningMean
 from posttrain.trainer.references import (
     MovingReference,
@@ -113,6 +113,7 @@ class KTOTrainer(Engine):
         )
         check_unpaired_window(args, run.train_items)
         self.layout, self._share = run.layout, run.share
+        self._spare = first_items(run.train_items, 2)  # a stream is read from its start here, and only here
         self.reference = choose_reference(run.model, model, ref_model, load_options(args), args.sync_ref_model)
         super().__init__(
             run.model,
@@ -137,12 +138,11 @@ class KTOTrainer(Engine):
 
     # ---- rows → items ------------------------------------------------------------------------------------------------
 
-    def _items(self, tokenizer: Any, dataset: Any, name: str) -> RowItems:
+    def _items(self, tokenizer: Any, dataset: Any, name: str) -> Any:
         config = self._config
         rows, report = prepare_unpaired(dataset, tokenizer, unpaired_options(config), config.dataset_num_proc, name)
-        say(report.summary())
         self.given_reference = self.given_reference or report.references
-        items = RowItems(rows)
+        items = unpacked_items(rows, report, config, name, made_of(dataset, config, tokenizer))
         self.data_summary = {**self.data_summary, name: summarize(report, items, None)}
         return items
 
@@ -167,7 +167,7 @@ class KTOTrainer(Engine):
         """Own and mismatched responses go through the reference in one forest; the mismatched through the policy."""
         config, policy, reference = self._config, self.model_wrapped, self.reference
         place, found, ratios = (self.args.device, self.recovery.limit(window)), [], []
-        spare = spare_row(self.train_dataset, window) if self.train_dataset is not None else None
+        spare = spare_row(self._spare, window)
         for batch, others in zip(window, with_other_responses(window, spare, config.max_length), strict=True):
             both, S = both_forests(batch, others, self._share), batch.num_sequences
             compared = scored_sums(lambda piece: reference.score(policy, piece), both, *place)

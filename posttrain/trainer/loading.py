@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pyarrow.compute as pc
 import torch
 from datasets import IterableDataset
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader
 from posttrain.data.packing import Piece, drop_untrained, plan_bins
 from posttrain.data.sampling import (
     Collator,
+    Item,
     RowItems,
     WindowSampler,
     refuse_long_rows,
@@ -90,42 +92,19 @@ def _worker_options(args: Any, streaming: bool = False) -> dict[str, Any]:
 
 
 def make_items(
-    rows: Any, args: Any, packing: bool, name: str, made_of: dict[str, Any] | None = None
+    rows: Any, args: Any, packing: bool, name: str, made_of: dict[str, Any] | None = None, report: Any = None
 ) -> RowItems | StreamItems:
     """Prepared rows → what the loader indexes: rows, or bins of `max_length` tokens packed over the whole set.
 
-    made_of: of a stream, what its rows come from and how they are made, for the record of the run
+    made_of, report: see `stream_items`
     """
     # Evaluation never cuts a row at a bin's border: its loss would depend on the packing.
     capacity = args.max_length if packing else None
     strategy = args.packing_strategy if packing and name == "train" else "bfd"
     shuffled = args.shuffle_dataset and name == "train"
     if isinstance(rows, IterableDataset):
-        if name != "train":
-            raise ConfigError(
-                "`eval_dataset` is a stream, which has no end to average over; take(n) rows into a Dataset."
-            )
-        if args.max_steps < 1:
-            raise ConfigError(
-                f"`max_steps` is {args.max_steps}; a streamed data set has no length: set the steps to run."
-            )
-        return StreamItems(
-            rows,
-            args.per_device_train_batch_size,
-            world_size(),
-            rank(),
-            capacity,
-            strategy,
-            on_empty=lambda: EmptyDataError(f"The {name} stream has no row with something to train."),
-            shuffle_window=args.shuffle_buffer_size if shuffled else 0,
-            seed=order_seed(args),
-            made_of=made_of,
-        )
-    if name == "train" and args.shuffle_buffer_size != _WINDOW:
-        say(
-            f"`shuffle_buffer_size` {args.shuffle_buffer_size} is not used: the rows are no stream, and "
-            "`shuffle_dataset` shuffles them all"
-        )
+        return stream_items(rows, args, name, made_of, report, capacity=capacity, strategy=strategy)
+    _say_unused_window(args, name)
     if shuffled:
         rows = rows.shuffle(seed=order_seed(args))
     bins = None if capacity is None else plan_bins(row_lengths(rows), capacity, strategy)
@@ -136,10 +115,76 @@ def make_items(
     return RowItems(rows, bins)
 
 
-def pair_items(rows: Any) -> RowItems:
-    """Prepared pairs, two rows each → one item a pair."""
-    lengths = row_lengths(rows)
-    return RowItems(rows, [[Piece(i, 0, lengths[i]), Piece(i + 1, 0, lengths[i + 1])] for i in range(0, len(rows), 2)])
+def _say_unused_window(args: Any, name: str) -> None:
+    if name == "train" and args.shuffle_buffer_size != _WINDOW:
+        say(
+            f"`shuffle_buffer_size` {args.shuffle_buffer_size} is not used: the rows are no stream, and "
+            "`shuffle_dataset` shuffles them all"
+        )
+
+
+def unpacked_items(
+    rows: Any, report: Any, args: Any, name: str, made_of: dict[str, Any], sides: int = 1
+) -> RowItems | StreamItems:
+    """Prepared rows → one item for each `sides` of them, 2 or 3 of a pair; their report is said.
+
+    made_of: see `stream_items`
+    """
+    if isinstance(rows, IterableDataset):
+        return stream_items(rows, args, name, made_of, report, grouped=sides > 1)
+    say(report.summary())
+    _say_unused_window(args, name)
+    if args.shuffle_dataset and name == "train":
+        order = np.random.default_rng(order_seed(args)).permutation(len(rows) // sides)
+        rows = rows.select((order[:, None] * sides + np.arange(sides)).ravel()).flatten_indices()
+    return grouped_items(rows, sides)
+
+
+def grouped_items(rows: Any, sides: int) -> RowItems:
+    """One item for each `sides` rows."""
+    if sides == 1:
+        return RowItems(rows)
+    pieces = [Piece(i, 0, length) for i, length in enumerate(row_lengths(rows))]
+    return RowItems(rows, [pieces[i : i + sides] for i in range(0, len(pieces), sides)])
+
+
+def stream_items(
+    rows: Any, args: Any, name: str, made_of: dict[str, Any] | None, report: Any, **more: Any
+) -> StreamItems:
+    """Items of a prepared stream.
+
+    made_of: what its rows come from and how they are made, for the record of the run. report: what is counted while it
+    flows
+    Raises `ConfigError` for a set to evaluate on, and for fields that need a length.
+    """
+    if name != "train":
+        raise ConfigError("`eval_dataset` is a stream, which has no end to average over; take(n) rows into a Dataset.")
+    if args.max_steps < 1:
+        raise ConfigError(f"`max_steps` is {args.max_steps}; a streamed data set has no length: set the steps to run.")
+    if getattr(args, "precompute_ref_log_probs", False):
+        raise ConfigError(
+            "`precompute_ref_log_probs` is on, and the train set is a stream, which is not scored before training; "
+            "turn it off, or read the set whole (`dataset_streaming` off)."
+        )
+    return StreamItems(
+        rows,
+        args.per_device_train_batch_size,
+        world_size(),
+        rank(),
+        on_empty=lambda: EmptyDataError(f"The {name} stream has no row with something to train: {report.summary()}."),
+        shuffle_window=args.shuffle_buffer_size if args.shuffle_dataset else 0,
+        seed=order_seed(args),
+        made_of=made_of,
+        report=report,
+        **more,
+    )
+
+
+def first_items(items: RowItems | StreamItems | None, count: int) -> list[Item]:
+    """The first items of a set, or as many as it has."""
+    if isinstance(items, StreamItems):
+        return items.first(count)
+    return [items[i] for i in range(min(count, len(items)))] if items is not None else []
 
 
 def check_ids(items: RowItems | StreamItems | None, vocabulary: int, positions: int | None = None) -> None:

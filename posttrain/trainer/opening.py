@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from posttrain.data.stream import StreamItems
 from posttrain.data.tokenizer import new_tokens, set_up_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.model.load import check_model_source, embedding_rows, learned_positions, load_tokenizer, prepare_model
 from posttrain.trainer.auditing import audit_at_start
+from posttrain.trainer.callbacks import StreamCount
 from posttrain.trainer.config import BaseConfig, load_options, share_prefixes
 from posttrain.trainer.loading import check_ids
 from posttrain.trainer.randomness import seeded
@@ -27,7 +29,7 @@ class Opened:
     share: bool  # whether common prefixes are computed once
     train_items: Any
     eval_items: Any
-    audits: list[Any]  # the callback that keeps the audit of the chat template, where one was made
+    audits: list[Any]  # callbacks: what keeps the audit of the chat template, and says what a stream held
 
 
 def open_run(
@@ -51,6 +53,8 @@ def open_run(
     ours = set_up_tokenizer(tokenizer, *fields)
     audits = audit_at_start(ours, args, model, formatting_func, train_dataset, eval_dataset)
     train_items = None if train_dataset is None else items(ours, train_dataset, "train")
+    if isinstance(train_items, StreamItems):
+        audits = [*audits, StreamCount(train_items.report)]
     eval_items = None
     if isinstance(eval_dataset, dict):
         eval_items = {name: items(ours, rows, name) for name, rows in eval_dataset.items()}

@@ -9,8 +9,10 @@ from typing import Any
 
 import xxhash
 
+from posttrain.data.origin import origin
 from posttrain.data.pairs import PairOptions
 from posttrain.data.rows import SFTRowOptions
+from posttrain.data.stream import StreamItems
 from posttrain.errors import ConfigError
 from posttrain.parallel.ranks import world_size
 
@@ -58,14 +60,17 @@ def sft_row_options(
 
 
 _ROWS = ("dataset_text_field", "max_length", "truncation_mode", "completion_only_loss", "assistant_only_loss")
+_ROWS += ("max_completion_length", "step_separator", "train_on_last_step_only")
 
 
-def row_settings(args: Any, tokenizer: Any) -> dict[str, Any]:
-    """What rows of an `SFTConfig` are made by, in plain values that a record holds."""
+def made_of(dataset: Any, args: Any, tokenizer: Any) -> dict[str, Any]:
+    """What a stream comes from and what its rows are made by, in plain values that a record holds."""
     template = str(tokenizer.chat_template or "").encode()
+    fields = {field.name for field in dataclasses.fields(args)}
     return {
-        **{name: getattr(args, name) for name in _ROWS},
-        "overflow": overflow_of(args),
+        **origin(dataset),
+        **{name: getattr(args, name) for name in _ROWS if name in fields},
+        **({"overflow": overflow_of(args)} if "overflow" in fields else {}),
         "eos_token": tokenizer.eos_token,
         "chat template": xxhash.xxh3_128(template).hexdigest(),
     }
@@ -109,7 +114,7 @@ def pair_options(args: Any) -> PairOptions:
     """How pairs are encoded and cut, and which of their columns would have no effect."""
     references = "" if args.compares else "the loss compares with no reference"
     references = "`sync_ref_model` moves the reference" if args.sync_ref_model else references
-    return PairOptions(args.max_length, args.truncation_mode, args.margins_ignored, references)
+    return PairOptions(args.max_length, args.truncation_mode, args.margins_ignored, references, third=args.needs_third)
 
 
 def unpaired_options(args: Any) -> PairOptions:
@@ -126,7 +131,7 @@ def check_unpaired_window(args: Any, items: Any) -> None:
     if items is None or not args.needs("kl"):
         return
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * world_size()
-    if rows < 2 or len(items) < 2:
+    if rows < 2 or (not isinstance(items, StreamItems) and len(items) < 2):
         what = "an optimizer step holds one; raise `per_device_train_batch_size` or `gradient_accumulation_steps`"
         what = what if rows < 2 else "the training set holds one; give more rows"
         raise ConfigError(

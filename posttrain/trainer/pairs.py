@@ -1,6 +1,7 @@
 """What trainers of preference pairs share: the fields of their losses, their experience, and their metrics.
 
-Letters: N read-outs, S sequences, P pairs; sequences 2k and 2k + 1 are the chosen and the rejected one of pair k.
+Letters: N read-outs, S sequences, P pairs, D sequences a pair: the chosen one, the rejected one, and where a loss
+learns from a third response that one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
@@ -49,6 +51,8 @@ class PairLossFields:
     """Weight of the likelihood in `cpo`."""
     alpha: float = 0.25
     """Exponent α of `alphapo`."""
+    tpo_alpha: float = 1.0
+    """Weight of the likelihood of the third response in `tpo`."""
     ld_alpha: float | None = None
     """LD-DPO: weight of the tokens beyond the length that both responses have. Unset: 1."""
     use_weighting: bool = False
@@ -65,12 +69,6 @@ class PairLossFields:
         if repeated:
             raise ConfigError(f"`loss_type` names {repeated[0]!r} twice; give it one weight in `loss_weights`.")
         check_options(self.loss_type, self.options(), given)
-        third = [name for name in self.loss_type if PREFERENCE[name].third]
-        if third:
-            raise ConfigError(
-                f"`loss_type` {third[0]!r} learns from a third response, and rows here are pairs; use 'cpo', or mix "
-                "'sigmoid' with 'sft'."
-            )
         weights = self.loss_weights
         if weights is not None and len(weights) != len(self.loss_type):
             raise ConfigError(
@@ -91,6 +89,16 @@ class PairLossFields:
         return any(PREFERENCE[name].reference for name in self.loss_type)
 
     @property
+    def needs_third(self) -> bool:
+        """Whether one of the losses learns from a third response."""
+        return any(PREFERENCE[name].third for name in self.loss_type)
+
+    @property
+    def sides(self) -> int:
+        """D."""
+        return 3 if self.needs_third else 2
+
+    @property
     def margins_ignored(self) -> str:
         """Why the column `margin` would have no effect; empty where a loss reads it."""
         reads = any(PREFERENCE[name].margin for name in self.loss_type)
@@ -108,39 +116,58 @@ class PairExperience(Experience):
 
     per_sequence: ClassVar[tuple[str, ...]] = ("reference", "partner", "side_partner")
     reference: Tensor  # [S] log-probability of the response under the reference, 0 without one
-    partner: Tensor  # [S] for losses over the whole batch: what the pair is matched with, on both its sequences
+    partner: Tensor  # [S] for losses over the whole batch: what the pair is matched with, on its first two sequences
     side_partner: Tensor  # [S] and what each of its sequences is
     delta: float = 0.0  # BCO's δ
 
 
+def sides_of(batch: TokenBatch) -> int:
+    """D of a batch of pairs."""
+    return batch.unit.count(batch.unit[0]) if batch.unit else 2
+
+
+def of_pairs(values: Tensor, batch: TokenBatch) -> Tensor:
+    """[P, 2] what the chosen and the rejected one have, of values [S]."""
+    return values.view(-1, sides_of(batch))[:, :2]
+
+
+def _to_sequences(values: Tensor, batch: TokenBatch) -> Tensor:
+    """[S] from [P, 2]; a third response has 0."""
+    return pad(values, (0, sides_of(batch) - 2)).view(-1)
+
+
 def with_tail_weights(batch: TokenBatch, ld_alpha: float | None) -> TokenBatch:
-    """LD-DPO: tokens beyond the length both responses of a pair have weigh `ld_alpha` in the sums."""
+    """LD-DPO: tokens beyond the length both responses of a pair have weigh `ld_alpha` in the sums; a third response is
+    not compared, and its tokens weigh what they did."""
     if ld_alpha is None or not batch.num_sequences:
         return batch
     lengths = sequence_lengths(batch.sequence, batch.num_sequences)
     first = torch.cumsum(lengths, 0) - lengths  # read-outs lie sequence by sequence
     position = torch.arange(len(batch.sequence)) - first[batch.sequence]
-    both = lengths.view(-1, 2).amin(1).repeat_interleave(2)
-    return replace(batch, weights=batch.weights * ld_weights(position, both[batch.sequence], ld_alpha))
+    public = lengths.view(-1, sides_of(batch)).clone()
+    public[:, :2] = public[:, :2].amin(1, keepdim=True)
+    return replace(batch, weights=batch.weights * ld_weights(position, public.view(-1)[batch.sequence], ld_alpha))
 
 
-def pairs_of(logps: Tensor, exp: PairExperience, margin: Tensor, compared: bool) -> Pairs:
+def pairs_of(logps: Tensor, exp: PairExperience, margin: Tensor, config: PairLossFields) -> Pairs:
     """The pairs of a batch, from the log-probabilities [N] of its read-outs."""
-    batch = exp.batch
+    batch, D = exp.batch, config.sides  # also where there is none
     S = batch.num_sequences
-    chosen, rejected = sequence_sums(logps * batch.weights, batch.sequence, S).view(-1, 2).unbind(1)
-    lengths = sequence_lengths(batch.sequence, S).view(-1, 2)
-    reference, sides = exp.reference.view(-1, 2), exp.side_partner.view(-1, 2)
+    sums = sequence_sums(logps * batch.weights, batch.sequence, S).view(-1, D)
+    lengths = sequence_lengths(batch.sequence, S).view(-1, D)
+    reference, sides = of_pairs(exp.reference, batch), of_pairs(exp.side_partner, batch)
     return Pairs(
-        chosen=chosen,
-        rejected=rejected,
+        chosen=sums[:, 0],
+        rejected=sums[:, 1],
+        third=sums[:, 2] if config.needs_third else None,
+        third_tokens=lengths[:, 2] if config.needs_third else None,
         chosen_tokens=lengths[:, 0],
         rejected_tokens=lengths[:, 1],
-        ref_chosen=reference[:, 0] if compared else None,
-        ref_rejected=reference[:, 1] if compared else None,
+        ref_chosen=reference[:, 0] if config.compares else None,
+        ref_rejected=reference[:, 1] if config.compares else None,
         margin=margin,
         delta=exp.delta,
-        partner=exp.partner.view(-1, 2)[:, 0],
+        partner=of_pairs(exp.partner, batch)[:, 0],
         chosen_partner=sides[:, 0],
         rejected_partner=sides[:, 1],
     )
@@ -151,22 +178,27 @@ def matched(found: list[PairExperience], policy: list[Tensor], compared: bool) -
     each micro-batch."""
     if not found:
         return found
-    mine = torch.cat([torch.stack([p, e.reference]) for p, e in zip(policy, found, strict=True)], 1)
-    ranks = gather_objects(mine)
-    everything = torch.cat(ranks, 1).view(2, -1, 2)
-    own, reference = everything[0].unbind(1), everything[1].unbind(1)
+    # [2, P, 2]: of policy and reference, what both sides of each pair have
+    mine = [
+        torch.stack([of_pairs(p, e.batch), of_pairs(e.reference, e.batch)]) for p, e in zip(policy, found, strict=True)
+    ]
+    ranks = gather_objects(torch.cat(mine, 1))
+    own, reference = (each.unbind(1) for each in torch.cat(ranks, 1))
     tokens = torch.ones_like(own[0])
     everyone = Pairs(own[0], own[1], tokens, tokens)
     if compared:
         everyone = replace(everyone, ref_chosen=reference[0], ref_rejected=reference[1])
     partners = aot_partners(everyone)
-    both = torch.stack([partners["partner"]] * 2, 1).view(-1)
-    sides = torch.stack([partners["chosen_partner"], partners["rejected_partner"]], 1).view(-1)
+    both = torch.stack([partners["partner"]] * 2, 1)
+    sides = torch.stack([partners["chosen_partner"], partners["rejected_partner"]], 1)
     start = sum(part.shape[1] for part in ranks[: rank()])
-    sizes = [p.shape[0] for p in policy]
+    sizes = [each.shape[1] for each in mine]
     here = slice(start, start + sum(sizes))
     parts = zip(found, both[here].split(sizes), sides[here].split(sizes), strict=True)
-    return [replace(exp, partner=one, side_partner=other) for exp, one, other in parts]
+    return [
+        replace(exp, partner=_to_sequences(one, exp.batch), side_partner=_to_sequences(other, exp.batch))
+        for exp, one, other in parts
+    ]
 
 
 class RunningMean(TrainerCallback, ExportableState):
@@ -210,6 +242,8 @@ def pair_metrics(pairs: Pairs, beta: float, losses: dict[str, Tensor], entropy: 
         "lengths/rejected": pairs.rejected_tokens.float(),
         **{f"loss/{name}": loss for name, loss in losses.items()},
     }
+    if pairs.third is not None and pairs.third_tokens is not None:
+        found |= {"logps/reference": pairs.third, "lengths/reference": pairs.third_tokens.float()}
     metrics = {name: Mean(value.sum(), count) for name, value in found.items()}
     if entropy is not None:
         metrics["entropy"] = Mean(entropy.sum(), float(len(entropy)))

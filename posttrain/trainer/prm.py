@@ -13,11 +13,12 @@ from posttrain.data.sampling import Collator, RowItems
 from posttrain.data.stepwise import StepOptions, prepare_steps
 from posttrain.errors import ConfigError
 from posttrain.loss.ranking import stepwise_two_class
-from posttrain.parallel.ranks import say
 from posttrain.trainer.config import BaseConfig
 from posttrain.trainer.engine import Engine
 from posttrain.trainer.experience import Experience
+from posttrain.trainer.loading import unpacked_items
 from posttrain.trainer.opening import config_of, open_run, refuse_given
+from posttrain.trainer.options import made_of
 from posttrain.trainer.run_record import summarize
 from posttrain.types import LossOutput, Mean, ScoreRequest, TokenBatch
 
@@ -110,11 +111,10 @@ class PRMTrainer(Engine):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
 
-    def _items(self, tokenizer: Any, dataset: Any, name: str) -> RowItems:
+    def _items(self, tokenizer: Any, dataset: Any, name: str) -> Any:
         config = self._config
         rows, report = prepare_steps(dataset, tokenizer, step_options(config), config.dataset_num_proc, name)
-        say(report.summary())
-        items = RowItems(rows)
+        items = unpacked_items(rows, report, config, name, made_of(dataset, config, tokenizer))
         self.data_summary = {**self.data_summary, name: summarize(report, items, None)}
         return items
 

@@ -29,7 +29,7 @@ from posttrain.model.load import LoadOptions, base_model, prepare_model
 from posttrain.model.reference import create_reference_model
 from posttrain.parallel.ranks import all_max, barrier, gather_objects, rank, say, world_size
 from posttrain.trainer.experience import Experience
-from posttrain.trainer.pairs import with_tail_weights
+from posttrain.trainer.pairs import sides_of, with_tail_weights
 from posttrain.trainer.tolerance import tolerance
 from posttrain.types import TokenBatch
 
@@ -41,7 +41,7 @@ def pair_values(batch: TokenBatch, name: str) -> Tensor:
     """[P] a value of each pair. e.g. "margin" """
     if batch.values is None:
         return torch.zeros(0, device=batch.input_ids.device)
-    return batch.values[::2, VALUES.index(name)]
+    return batch.values[:: sides_of(batch), VALUES.index(name)]
 
 
 def response_sums(logps: Tensor, batch: TokenBatch) -> Tensor:
@@ -85,7 +85,8 @@ def choose_reference(policy: Any, source: Any, ref_model: Any, options: LoadOpti
 def reference_sums(
     reference: Reference | None, policy: Any, batch: TokenBatch, device: torch.device, budget: int | None
 ) -> Tensor:
-    """[S] log-probability of each sequence's response under the reference: as the rows bring it, else scored now.
+    """[S] log-probability of each sequence's response under the reference: as the rows bring it, else scored now. That
+    of a third response is 0: nothing reads it.
 
     Raises `ConfigError` where rows bring none and the reference was let go after it had been precomputed.
     """
@@ -98,7 +99,14 @@ def reference_sums(
             "`precompute_ref_log_probs` is on, and these rows came after the reference was let go: give them at "
             "construction (`eval_dataset`), or turn it off."
         )
-    return scored_sums(lambda piece: reference.score(policy, piece), batch, device, budget)
+    unknown = torch.nonzero(known.isnan())[:, 0].tolist()
+    if unknown and len(unknown) < len(known):
+        batch = select(batch, unknown)
+    found = known.clone()
+    found[unknown] = scored_sums(
+        lambda piece: reference.score(policy, piece), batch if unknown else build_forest([]), device, budget
+    )
+    return found
 
 
 def scored_sums(
@@ -136,7 +144,7 @@ def precompute_all(trainer: Any, batch_size: int) -> None:
 def precompute(
     trainer: Any, items: RowItems, reference: Reference, ld_alpha: float | None, batch_size: int, name: str
 ) -> RowItems:
-    """The same items, each row's values holding its log-probability under the reference.
+    """The same items, each row's values holding its log-probability under the reference; one that a row has stays.
 
     What was found before for the same weights, precision, `ld_alpha` and tokens is read from a file of the cache; order
     and number of rows do not matter. Every rank scores its part; rank 0 writes. Raises `ConfigError` under ZeRO-3.
@@ -146,11 +154,14 @@ def precompute(
             "`precompute_ref_log_probs` is not supported under ZeRO-3, whose partitioned weights cannot be told apart; "
             "use FSDP2, or turn it off."
         )
-    keys = row_keys(items.rows)
+    values = np.asarray(items.rows["values"][:], dtype=np.float32)
+    unknown = np.isnan(values[:, -1]).tolist()
+    each = len(items.rows) // len(items)  # rows of an item: 2 of a pair
+    found = row_keys(items.rows, each if ld_alpha is not None else 1)
+    keys = [key if asked else None for key, asked in zip(found, unknown, strict=True)]
     file = cache_folder() / f"{_identity(trainer, reference, ld_alpha)}.npz"
     known = _read(file)
-    each = len(keys) // len(items)  # rows of an item: 2 of a pair
-    missing = [row for row in range(0, len(keys), each) if not {*keys[row : row + each]} <= known.keys()]
+    missing = [row for row in range(0, len(keys), each) if not {*keys[row : row + each]} - {None} <= known.keys()]
     total = len(items)
     what = "pairs" if each > 1 else "rows"
     say(f"{name}: reference log-probabilities of {total - len(missing)} of {total} {what} were found in {file}")
@@ -159,8 +170,7 @@ def precompute(
         if rank() == 0:
             _write(file, known)
         barrier()
-    values = np.asarray(items.rows["values"][:], dtype=np.float32)
-    values[:, -1] = [known[key] for key in keys]
+    values[unknown, -1] = [known[key] for key in keys if key is not None]
     feature = items.rows.features["values"]
     rows = items.rows.remove_columns("values").add_column("values", values.tolist(), feature=feature)
     return RowItems(rows, items.bins)
@@ -184,10 +194,11 @@ def _score(
     reference: Reference,
     ld_alpha: float | None,
     missing: list[int],
-    keys: list[int],
+    keys: list[int | None],
     batch_size: int,
 ) -> dict[int, float]:
-    """{key of a row: log-probability} of the items whose first rows are given, from all ranks."""
+    """{key of a row: log-probability} of the items whose first rows are given, from all ranks. A row without a key is
+    not asked for."""
     args, found, each = trainer.args, {}, len(keys) // len(items)
     # As every evaluation deals out its rows: the last micro-batches may be empty, and every rank has as many.
     for some in WindowSampler(len(missing), batch_size, 1, world_size(), rank()):
@@ -195,19 +206,22 @@ def _score(
         batch = with_tail_weights(trainer.collator(chosen)["batch"], ld_alpha)
         with torch.no_grad():
             sums = reference_sums(reference, trainer.model_wrapped, batch, args.device, args.max_tokens_per_forward)
-        rows = [missing[i] + side for i in some for side in range(each)]
-        found |= {keys[row]: value for row, value in zip(rows, sums.tolist(), strict=True)}
-    return {key: value for part in gather_objects(found) for key, value in part.items()}
+        asked = [keys[missing[i] + side] for i in some for side in range(each)]
+        found |= dict(zip(asked, sums.tolist(), strict=True))
+    return {key: value for part in gather_objects(found) for key, value in part.items() if key is not None}
 
 
-def row_keys(rows: Any) -> list[int]:
-    """A 64-bit hash of each row's tokens and weights."""
+def row_keys(rows: Any, together: int = 1) -> list[int]:
+    """A 64-bit hash of each row's tokens and weights, and of those of the `together` rows it lies among."""
     found = []
     for row in rows.with_format("numpy", columns=["input_ids", "weights"]):
         digest = xxhash.xxh3_64(np.ascontiguousarray(row["input_ids"], dtype="<i4").tobytes())
         digest.update(np.ascontiguousarray(row["weights"], dtype="<f4").tobytes())
         found.append(digest.intdigest())
-    return found
+    if together == 1:
+        return found
+    pairs = (found[at : at + together] for at in range(0, len(found), together))
+    return [xxhash.xxh3_64(repr((key, pair)).encode()).intdigest() for pair in pairs for key in pair]
 
 
 def cache_folder() -> Path:

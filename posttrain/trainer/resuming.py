@@ -350,11 +350,14 @@ def write_run(trainer: Any, folder: Path) -> None:
 
 
 def _packed(cursor: Mapping[str, Any]) -> dict[str, Any]:
-    """Rows held as four tensors."""
-    held = cursor["place"]["held"]
+    """Items held as tensors."""
+    items = cursor["place"]["held"]
+    held = [row for item in items for row in item]
     lengths = torch.tensor([len(row.input_ids) for row, _ in held], dtype=torch.int64)
     tensors = {
+        "sizes": torch.tensor([len(item) for item in items], dtype=torch.int64),
         "lengths": lengths,
+        "values": torch.tensor([row.values for row, _ in held], dtype=torch.float64),
         "input_ids": torch.tensor([i for row, _ in held for i in row.input_ids], dtype=torch.int32),
         "weights": torch.tensor([w for row, _ in held for w in row.weights], dtype=torch.float32),
         "source": torch.tensor([source for _, source in held], dtype=torch.int64),
@@ -366,8 +369,9 @@ def _unpacked(cursor: Mapping[str, Any]) -> dict[str, Any]:
     held = cursor["place"]["held"]
     lengths = held["lengths"].tolist()
     parts = (held[name].split(lengths) if lengths else () for name in ("input_ids", "weights"))
-    rows = [
-        (Row(ids.tolist(), weights.tolist()), source)
-        for ids, weights, source in zip(*parts, held["source"].tolist(), strict=True)
-    ]
-    return {**cursor, "place": {**cursor["place"], "held": rows}}
+    rows = (
+        (Row(ids.tolist(), weights.tolist(), tuple(values)), source)
+        for ids, weights, values, source in zip(*parts, held["values"].tolist(), held["source"].tolist(), strict=True)
+    )
+    items = [[next(rows) for _ in range(size)] for size in held["sizes"].tolist()]
+    return {**cursor, "place": {**cursor["place"], "held": items}}

@@ -14,12 +14,12 @@ from posttrain.data.pairs import PairOptions, prepare_pairs
 from posttrain.data.sampling import Collator, RowItems
 from posttrain.errors import ConfigError
 from posttrain.loss.ranking import bradley_terry
-from posttrain.parallel.ranks import say
 from posttrain.trainer.config import BaseConfig
 from posttrain.trainer.engine import Engine
 from posttrain.trainer.experience import Experience
-from posttrain.trainer.loading import pair_items
+from posttrain.trainer.loading import unpacked_items
 from posttrain.trainer.opening import config_of, open_run, refuse_given
+from posttrain.trainer.options import made_of
 from posttrain.trainer.references import pair_values
 from posttrain.trainer.run_record import summarize
 from posttrain.types import LossOutput, Mean, ScoreRequest, TokenBatch
@@ -116,11 +116,10 @@ class RewardTrainer(Engine):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
 
-    def _items(self, tokenizer: Any, dataset: Any, name: str) -> RowItems:
+    def _items(self, tokenizer: Any, dataset: Any, name: str) -> Any:
         config = self._config
         rows, report = prepare_pairs(dataset, tokenizer, reward_pairs(config), config.dataset_num_proc, name)
-        say(report.summary())
-        items = pair_items(rows)
+        items = unpacked_items(rows, report, config, name, made_of(dataset, config, tokenizer), sides=2)
         self.data_summary = {**self.data_summary, name: summarize(report, items, None)}
         return items
 

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal, final
 
 from torch import Tensor
 
-from posttrain.data.origin import origin
 from posttrain.data.rows import prepare_sft
 from posttrain.data.sampling import Collator, RowItems
 from posttrain.loss.nll import TOKEN_LOSSES
@@ -18,7 +17,7 @@ from posttrain.trainer.engine import Engine
 from posttrain.trainer.experience import Experience
 from posttrain.trainer.loading import make_items
 from posttrain.trainer.opening import config_of, open_run, refuse_given
-from posttrain.trainer.options import check_sft, row_settings, sft_row_options
+from posttrain.trainer.options import check_sft, made_of, sft_row_options
 from posttrain.trainer.run_record import summarize
 from posttrain.types import LossOutput, Mean, ScoreRequest, TokenBatch
 
@@ -138,7 +137,7 @@ class SFTTrainer(Engine):
         rows, report = prepare_sft(dataset, tokenizer, options, args.dataset_num_proc, name)
         if report.rows_in:  # a stream counts while it flows
             say(report.summary())
-        items = make_items(rows, args, packing, name, {**origin(dataset), **row_settings(args, tokenizer)})
+        items = make_items(rows, args, packing, name, made_of(dataset, args, tokenizer), report)
         found = summarize(report, items, args.max_length if packing else None)
         self.data_summary = {**self.data_summary, name: found}
         return items

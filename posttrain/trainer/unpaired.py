@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from posttrain.data.forest import build_forest, rows_of
 from posttrain.data.mismatched import mismatched
+from posttrain.data.sampling import Item
 from posttrain.data.unpaired import VALUES
 from posttrain.loss.unpaired import UNPAIRED, Unpaired, UnpairedLoss, UnpairedOptions, check_unpaired
 from posttrain.parallel.ranks import all_sum, gather_objects, rank
@@ -132,8 +133,7 @@ def unpaired_metrics(rows: Unpaired, lengths: Tensor, beta: float, entropy: Tens
     return found
 
 
-def spare_row(items: Any, window: list[TokenBatch]) -> Row | None:
-    """A row of the training set that is none of the window's; None where there is none."""
+def spare_row(few: list[Item], window: list[TokenBatch]) -> Row | None:
+    """One of a few rows of the training set that is none of the window's; None where there is none."""
     sources = {*_sources(window)}
-    few = (items[i] for i in range(min(2, len(items))))
     return next((row for ((row, source),) in few if source not in sources), None)
