@@ -15,6 +15,7 @@ from posttrain.errors import ConfigError
 from posttrain.report.chart import Series, bars, histogram, line_chart, short, ticks
 from posttrain.report.duplicates import exact_pairs, near_pairs
 from posttrain.report.page import Section, details, document, finding, table, tiles, write_page
+from posttrain.report.survey import Laid
 from posttrain.report.tokens import TokenTexts
 from posttrain.report.visible import one_line, visible
 
@@ -130,7 +131,7 @@ def test_histogram_heights():
 def test_tokens_shown_are_the_text(text):
     tokenizer = byte_tokenizer()
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    runs = TokenTexts(tokenizer).runs(ids, [1.0] * len(ids))
+    runs = TokenTexts(tokenizer).runs(Laid(ids, [1.0] * len(ids)))
     assert "".join(token.text for run in runs for token in run.tokens) == text
     assert [i for run in runs for token in run.tokens for i in token.ids] == ids
 
@@ -138,12 +139,12 @@ def test_tokens_shown_are_the_text(text):
 def test_runs_spaces_and_gaps():
     tokenizer = word_tokenizer(["the cat sat on the mat"] * 9)
     ids = tokenizer(" the cat", add_special_tokens=False)["input_ids"]
-    runs = TokenTexts(tokenizer).runs(ids, [0.0] * (len(ids) - 1) + [0.5])
+    runs = TokenTexts(tokenizer).runs(Laid(ids, [0.0] * (len(ids) - 1) + [0.5]))
     assert [run.weight for run in runs] == [0.0, 0.5]
     assert "".join(t.text for run in runs for t in run.tokens) == " the cat"
-    long = TokenTexts(tokenizer).runs(ids * 500, [1.0] * len(ids) * 500)
+    long = TokenTexts(tokenizer).runs(Laid(ids * 500, [1.0] * len(ids) * 500))
     assert sum(run.left_out for run in long) == len(ids) * 500 - 700
-    unknown = TokenTexts(tokenizer).runs([10**6], [1.0])
+    unknown = TokenTexts(tokenizer).runs(Laid([10**6], [1.0]))
     assert unknown[0].tokens[0].ids == (10**6,)
 
 
