@@ -1,4 +1,5 @@
 # make demo    fine-tune SmolLM2-135M on a small task and measure before and after
+# make example-preference   SFT, DPO and a reward model on pairs that prefer null to a guess (about 10 minutes)
 # make test    the whole test suite, slow tests included, in TEST_PROCESSES=2 processes
 # make check   lint, format, types, import layers, size caps
 
@@ -19,7 +20,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check schema models bench-env clean
+.PHONY: help install demo example-preference test check schema models bench-env clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -46,6 +47,9 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 
 demo: $(STAMP)
 	@$(BIN)/python demo/run.py
+
+example-preference: $(STAMP)
+	@$(BIN)/python examples/preference/run.py
 
 test: $(STAMP)
 	$(BIN)/python -m pytest --slow -n $(TEST_PROCESSES) --dist loadfile
